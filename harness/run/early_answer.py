@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
@@ -79,8 +79,7 @@ AnswerSink = Callable[[EarlyAnswer], None]
 _NoiseFloorMeasurement = Callable[[Sequence[TimedRow]], tuple[float, tuple[TurnEvent, ...]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitialTiming:
+class InitialTiming(NamedTuple):
     """Noise floor, and the initial placements that were timed with it.
 
     Attributes:
@@ -117,22 +116,18 @@ def time_initial_rows(
     executor = experiment.executor
     serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
     answers &= serial and experiment.objective.minimize == "latency" and not task.accuracy_only
-    method, rows = _make_initial_rows(task) if answers else ("", ())
-    noise_floor, events = measure(rows)
-    if events:  # if they could not be timed with the baseline, its turns are the only ones
-        rows = tuple(row for row in rows if any(event.row == row.name for event in events))
-    return InitialTiming(noise_floor=noise_floor, method=method, rows=rows if answers else None, events=events)
-
-
-def _make_initial_rows(task: Task) -> tuple[str, tuple[TimedRow, ...]]:
-    """Return the first searcher with initial placements, and rows of its first `MAX_INITIAL_ROWS` quantized ones."""
-    for run in task.spec.runs:
+    method, rows = "", tuple[TimedRow, ...]()
+    for run in task.spec.runs if answers else ():  # the first searcher with initial placements
         own = None if is_external_searcher(run.searcher) else task_for_method(task, run.searcher)
         if own is not None and own.initial_design:
             made = [own.candidate(seed.placement) for seed in own.initial_design]
             quantized = {each.digest: _timed_row(task, each) for each in made if each.edges}
-            return run.searcher.name, tuple(quantized.values())[:MAX_INITIAL_ROWS]
-    return "", ()
+            method, rows = run.searcher.name, tuple(quantized.values())[:MAX_INITIAL_ROWS]
+            break
+    noise_floor, events = measure(rows)
+    if events:  # if they could not be timed with the baseline, its turns are the only ones
+        rows = tuple(row for row in rows if any(event.row == row.name for event in events))
+    return InitialTiming(noise_floor=noise_floor, method=method, rows=rows if answers else None, events=events)
 
 
 def _timed_row(task: Task, candidate: Candidate) -> TimedRow:
@@ -247,27 +242,31 @@ class EarlyAnswers:
             self._incumbents[method] = reading_ms, candidate
         if initial or trial.resumed or candidate is None or candidate.digest in self._tried:
             return
-        if self._is_due(reading_ms):
+        improved = reading_ms * (1 + max(MIN_GAIN, self._noise_floor)) < self._answered_ms
+        has_time = self._spent_s <= MAX_SHARE * (time.monotonic() - self._started_s)
+        if (improved and has_time) if self._best else (has_time or not self._tried):
             self._tried.add(candidate.digest)
             started_s = time.monotonic()
             self._confirm(method, candidate, trial.evaluations, reading_ms)
             self._spent_s += time.monotonic() - started_s
 
-    def _is_due(self, reading_ms: float) -> bool:
-        if self._best is None:
-            return not self._tried or self._has_time
-        return self._has_time and reading_ms * (1 + max(MIN_GAIN, self._noise_floor)) < self._answered_ms
-
-    @property
-    def _has_time(self) -> bool:
-        return self._spent_s <= MAX_SHARE * (time.monotonic() - self._started_s)
-
     def _confirm(self, method: str, candidate: Candidate, evaluations: int, reading_ms: float) -> None:
+        events: Sequence[TurnEvent]
         row = self._initial.get(candidate.digest) or _timed_row(self._task, candidate)
         digest, file = row.name, row.candidate.source()
         if self._checker is not None and self._checker.check(row.candidate, name=digest).is_wrong:
             return
-        events = self._time(row)
+        if row.name in self._initial and self._initial_events:  # it was timed with the noise floor
+            events = [event for event in self._initial_events if event.row in {row.name, FLOAT_ROW, TWIN}]
+        else:
+            comparison = PairedComparison(
+                name="early answer",
+                baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
+                rows=(row,),
+                schedule=NOISE_FLOOR_SCHEDULE,
+                seconds=math.inf if self._limit is None else self._limit.search_seconds(len(self._task.spec.runs)),
+            )
+            events = run_comparison(comparison, self._open_engines, self._observer)
         summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=self._noise_floor)
         if digest not in summary.rows or not summary.rows[digest].recommended:
             if self._best is None and self._initial_events:  # else an earlier run may have made an answer
@@ -289,16 +288,3 @@ class EarlyAnswers:
         if self._best is None or answer.speedup > self._best.speedup:
             self._best, self._answered_ms = answer, reading_ms
             self._sink(answer)
-
-    def _time(self, row: TimedRow) -> Sequence[TurnEvent]:
-        """Return the turns of a row and the baseline, timed now unless the row was timed with the noise floor."""
-        if row.name in self._initial and self._initial_events:
-            return [event for event in self._initial_events if event.row in {row.name, FLOAT_ROW, TWIN}]
-        comparison = PairedComparison(
-            name="early answer",
-            baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
-            rows=(row,),
-            schedule=NOISE_FLOOR_SCHEDULE,
-            seconds=math.inf if self._limit is None else self._limit.search_seconds(len(self._task.spec.runs)),
-        )
-        return run_comparison(comparison, self._open_engines, self._observer)

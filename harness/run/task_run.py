@@ -160,7 +160,7 @@ class TaskRun:
         error = search.searcher.left if isinstance(search.searcher, ExternalSearcherAdapter) else None
         if ending.failure is not None or error is None:
             return ending
-        return replace(ending, reason=f"on leaving: {error.reason}", failure=error)
+        return ending._replace(reason=f"on leaving: {error.reason}", failure=error)
 
     def _make_watcher(
         self,

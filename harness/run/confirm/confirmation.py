@@ -189,7 +189,10 @@ class BuildTurns:
             else:
                 handles[row] = built.handle
         withheld: dict[int, Sequence[Turn]] = {}
-        for number in self._round_numbers():
+        for number in range(self.rounds):
+            if number >= MIN_ROUNDS and time.monotonic() > self._until_s:
+                self.rounds = number
+                break
             turns = yield from self._run_round(number, engines, handles)
             if turns is None:
                 return False
@@ -205,17 +208,10 @@ class BuildTurns:
                 again = yield from self._run_round(number, engines, handles)
                 if again is None:
                     return False
-                turns = _merge_repetition(again, first)
+                earlier = {turn.row: (*turn.discarded_ms, *turn.samples_ms) for turn in first}
+                turns = [replace(turn, discarded_ms=(*earlier.get(turn.row, ()), *turn.discarded_ms)) for turn in again]
             yield from (turn for turn in turns if turn.row in self._alive)
         return True
-
-    def _round_numbers(self) -> Iterator[int]:
-        """Yield the numbers of the rounds until the time is up."""
-        for number in range(self.rounds):
-            if number >= MIN_ROUNDS and time.monotonic() > self._until_s:
-                self.rounds = number
-                return
-            yield number
 
     def _run_round(
         self, number: int, engines: Engines, handles: Mapping[str, int]
@@ -252,12 +248,6 @@ class BuildTurns:
     def _shuffle_rows(self) -> list[str]:
         names = list(self._alive)
         return [names[index] for index in self._rng.permutation(len(names))]
-
-
-def _merge_repetition(turns: Iterable[Turn], first: Iterable[Turn]) -> list[Turn]:
-    """Return the turns of a repeated round, with the readings of the first attempt as discarded ones."""
-    earlier = {turn.row: (*turn.discarded_ms, *turn.samples_ms) for turn in first}
-    return [replace(turn, discarded_ms=(*earlier.get(turn.row, ()), *turn.discarded_ms)) for turn in turns]
 
 
 TURN_ORDER_SEED = 0  # independent of the seeds of searches
@@ -303,13 +293,21 @@ def run_comparison(
     Raises:
         UserError: The baseline fails, or the log cannot be written.
     """
-    known = () if comparison.path is None else _continue_log(comparison.path, comparison.header)
+    path, header, known = comparison.path, comparison.header, tuple[TurnEvent, ...]()
+    if path is not None and stored_path(path) is not None:
+        _, line = next(read_lines(path), (0, b""))
+        own = dict.fromkeys(("kind", "schema", "log", "id"))  # of the file, not of the comparison
+        if line and not json_equal({**parse_json(line), **own}, {**json.loads(json.dumps(header)), **own}):
+            with recorded(path):
+                restore_lines(path)
+                archive_existing(path)
+        known = read_comparison(path)
     events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
     first, schedule = comparison.first_build, comparison.schedule
     left = _remaining_turns(comparison, events)
     failures: dict[str, list[str]] = {}  # rows with each failure, as every build of a row fails
     title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
-    with _open_log(comparison.path, comparison.header) as write, observer.work(title, len(left)) as step:
+    with _open_log(path, header) as write, observer.work(title, len(left)) as step:
         for timed in confirm(
             comparison.rows,
             comparison.baseline,
@@ -337,19 +335,6 @@ def run_comparison(
     return tuple(events)
 
 
-def _continue_log(path: Path, header: Mapping[str, Any]) -> tuple[TurnEvent, ...]:
-    """Return the events of an interrupted comparison; archive the log if it has another header."""
-    if stored_path(path) is None:
-        return ()
-    _, first = next(read_lines(path), (0, b""))
-    own = dict.fromkeys(("kind", "schema", "log", "id"))  # of the file, not of the comparison
-    if first and not json_equal({**parse_json(first), **own}, {**json.loads(json.dumps(header)), **own}):
-        with recorded(path):
-            restore_lines(path)
-            archive_existing(path)
-    return read_comparison(path)
-
-
 @contextmanager
 def _open_log(path: Path | None, header: Mapping[str, Any]) -> Iterator[Callable[[TurnEvent], None]]:
     """Yield a function that appends an event to the log, or does nothing without a log."""
@@ -369,14 +354,11 @@ def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer
 def _remaining_turns(comparison: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
     """Return the turns that are not timed yet; the turns of an unfinished worker are timed again."""
     names, schedule, first = [row.name for row in comparison.rows], comparison.schedule, comparison.first_build
-    groups: list[Sequence[str]] = [
-        names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
-    ] or [()]
     whole = {
         (build, group, row, number)
         for build in range(first, first + schedule.builds)
-        for group, members in enumerate(groups)
-        for row in (comparison.baseline.name, TWIN, *members)
+        for group, start in enumerate(range(0, max(1, len(names)), MAX_GROUP_ROWS))
+        for row in (comparison.baseline.name, TWIN, *names[start : start + MAX_GROUP_ROWS])
         for number in range(schedule.rounds)
     }
     missing = whole.difference(*(_turn_keys(event, schedule.rounds) for event in done))

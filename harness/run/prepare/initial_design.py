@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.accuracy.tools.ptq import (
     TOOLS,
@@ -151,12 +151,16 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     method = tool.nearest_method(requested)
     options = {**options, "method": method}
     if name == SIGNED_ORT_TOOL:
-        options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
+        limit = load_dialect(options["dialect_name"]).weight_limit
+        signed = ONNXRUNTIME_S8_7BIT if limit == ONNXRUNTIME_S8_7BIT.weight_limit else ONNXRUNTIME_S8
+        options = {**options, "dialect_name": signed.name}
     substitute = method if (remark := method_substitute(name, requested)) else ""
     if remark:
         observer.say(f"{request.source}: {remark}")
     is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
-    key = _cache_key(name, options, f"{request.data_key}{metric or ''}")
+    data_key = f"{request.data_key}{metric or ''}"
+    text = json.dumps([name, ptq_fingerprint(options, name), data_key, _installed_tools(tuple(sys.path))])
+    key = hashlib.sha256(text.encode()).hexdigest()[:24]
     path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"
     seconds_file = path.with_suffix(".seconds")
     if not path.exists():
@@ -213,18 +217,6 @@ def fully_quantized_symmetric(
     with explain_write_errors(path):
         inserter.export(resolved, path)
     return ExternalModel(name=FULLY_QUANTIZED, path=path, pairs=inserter.count_pairs(resolved))
-
-
-def _signed_dialect_name(dialect_name: str) -> str:
-    """Return the name of ONNX Runtime's dialect with INT8 activations and the weight width of the given dialect."""
-    limit = load_dialect(dialect_name).weight_limit
-    kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
-    return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
-
-
-def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
-    text = json.dumps([name, ptq_fingerprint(options, name), data_key, _installed_tools(tuple(sys.path))])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @functools.cache  # reading the name of everything on the path takes about 30 ms
@@ -509,8 +501,7 @@ def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
     return Placement(tuple(choices))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenedUnit:
+class ScreenedUnit(NamedTuple):
     """Dimensions that reduce the latency if only they are quantized to `precision`, see `qdq inspect sensitivity`."""
 
     dimensions: tuple[str, ...]
@@ -529,16 +520,15 @@ def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
         body = read_json(path)
         if (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
             raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
-        return tuple(_units_with_gain(body["units"]))
+        found = []
+        for unit in body["units"]:
+            gain_us = unit["alone"].get("gain_us")
+            if isinstance(gain_us, int | float) and gain_us > 0:
+                names = tuple(map(str, unit["dimensions"]))
+                found.append(ScreenedUnit(dimensions=names, precision=str(unit["precision"])))
+        return tuple(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a file of 'qdq inspect sensitivity' that can be read: {error}") from error
-
-
-def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
-    for unit in units:
-        gain_us = unit["alone"].get("gain_us")
-        if isinstance(gain_us, int | float) and gain_us > 0:
-            yield ScreenedUnit(dimensions=tuple(map(str, unit["dimensions"])), precision=str(unit["precision"]))
 
 
 def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:

@@ -185,7 +185,7 @@ def task_for_method(task: Task, method: SearcherSpec) -> Task:
         finer = build_space(task.model, task.dialect, precisions=precisions, sharing="region")
         kept = ((d, tuple(edge for edge in d.edges if edge in allowed)) for d in finer.dimensions)
         space = space.with_dimensions(tuple(replace(dimension, edges=own) for dimension, own in kept if own))
-        design = tuple(replace(s, placement=space.nearest(e)) for s, e in zip(design, edges, strict=True))
+        design = tuple(s._replace(placement=space.nearest(e)) for s, e in zip(design, edges, strict=True))
     return replace(task, space=space, initial_design=design)
 
 

@@ -34,7 +34,7 @@ from harness.base.errors import (
 from harness.base.files import read_json
 from harness.base.paths import resolve_path
 from harness.config.experiment import PTQ_TOOLS, Experiment, TaskSpec, plan_tasks, quantized_precisions, with_base_dir
-from harness.config.sections import Calibration, Limits, ModelSpec, Objective, PluginSpec, SearcherSpec, check_objective
+from harness.config.sections import Limits, ModelSpec, Objective, PluginSpec, SearcherSpec, check_objective
 from harness.graph.equivalence.compare import iter_random_inputs
 from harness.graph.load import load, read_signature, save_to_folder
 from harness.graph.model import Model
@@ -100,11 +100,22 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
             loaded = open_model(model, Path())
             require_float_model(loaded)
+            found = []
             for backend in experiment.backends:
                 input_types(loaded, backend.use)
                 require_own_sizes(model, loaded, backend, experiment.executor.use)
-            found = [*_cast_remarks(experiment, loaded, precisions), _size_remark(model, loaded) or _ort_remark(loaded)]
-            remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
+            for backend in experiment.backends:
+                for precision, problem in cast_problems(with_base_dir(backend), loaded, precisions).items():
+                    message = f"backend {backend.use!r}: {problem}"
+                    if not precision:  # the experiment sets it
+                        raise UserError(message)
+                    found.append(f"no {precision} where the precision is open: {message}")
+            if not (remark := _size_remark(model, loaded)):
+                with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+                    reason, tools = explain_unrunnable(save_to_folder(loaded, Path(scratch))), ", ".join(PTQ_FUNCTIONS)
+                unfit = f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail"
+                remark = f"{unfit}: {reason}" if reason else ""
+            remarks += [f"model {model.name!r}: {each}" for each in (*found, remark) if each]
     errors.raise_all()
     return tuple(remarks)
 
@@ -112,20 +123,6 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
 def offered_precisions(experiment: Experiment) -> tuple[str, ...]:
     """Return the quantized precisions that some task of an experiment uses."""
     return tuple(dict.fromkeys(each for setting in experiment.precision for each in quantized_precisions(setting)))
-
-
-def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str]) -> Iterator[str]:
-    """Yield a remark for each float precision that a model cannot be cast to.
-
-    Raises:
-        UserError: The experiment sets a backend to such a precision.
-    """
-    for backend in experiment.backends:
-        for precision, problem in cast_problems(with_base_dir(backend), model, precisions).items():
-            message = f"backend {backend.use!r}: {problem}"
-            if not precision:
-                raise UserError(message)
-            yield f"no {precision} where the precision is open: {message}"
 
 
 def _size_remark(model: ModelSpec, loaded: Model) -> str:
@@ -167,7 +164,7 @@ def _size_remark(model: ModelSpec, loaded: Model) -> str:
 
 
 def _explain_failure(path: Path, feeds: Sequence[Mapping[str, Array]]) -> str:
-    """Return why a model runs on none of the inputs; "" if it runs on one, or cannot be loaded (see `_ort_remark`)."""
+    """Return why a model runs on none of the inputs; "" if it runs on one, or cannot be loaded (see `check_models`)."""
     try:
         session = open_reference_session(str(path))
     except Exception:  # ONNX Runtime's exceptions have no common base
@@ -181,13 +178,6 @@ def _explain_failure(path: Path, feeds: Sequence[Mapping[str, Array]]) -> str:
         else:
             return ""
     return (reasons[0].partition("while running ")[2] or reasons[0])[:MAX_REASON_CHARS]
-
-
-def _ort_remark(model: Model) -> str:
-    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        reason, tools = explain_unrunnable(save_to_folder(model, Path(scratch))), ", ".join(PTQ_FUNCTIONS)
-    wrong = f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
-    return wrong if reason else ""
 
 
 def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
@@ -208,7 +198,16 @@ def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
     refused = []
     for task in tasks:
         with tempfile.TemporaryDirectory(prefix="qdq-compile-") as work:
-            for label, path in _write_files(task, Path(work)):
+            dialect = load_dialect(_dialect_name(task))
+            opset = dialect.opset(task.precisions)
+            model = open_model(task.model, Path(work), opset)
+            file = runtime_input_file(task.backend, save_to_folder(model, Path(work)), Path(work))
+            model = load(file, source=task.model.use, min_opset=opset)
+            space = build_space(model, dialect, precisions=task.precisions)
+            ranges = {edge.tensor: ANY_RANGE for dimension in space.dimensions for edge in dimension.edges}
+            placement, quantized = space.resolve(space.quantize_all()), Path(work) / "all.onnx"
+            Inserter(model, dialect, ranges).export(placement, quantized)
+            for label, path in (("float", file), (f"all {task.precision}", quantized)):
                 try:
                     made = compile_file(path, target)
                     verdict = f"{len(made.kernels)} kernels" if made.refusal is None else str(made.refusal)
@@ -224,19 +223,6 @@ def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
 def _dialect_name(task: TaskSpec) -> str:
     made = create_plugin("benchmarker", task.backend.use, task.backend.params)
     return capabilities_of(made).dialect or task.backend.use
-
-
-def _write_files(task: TaskSpec, work: Path) -> Iterator[tuple[str, Path]]:
-    """Write the models of a task in float and with all points quantized, and yield a label and the path of each."""
-    dialect = load_dialect(_dialect_name(task))
-    model = open_model(task.model, work, dialect.opset(task.precisions))
-    file = runtime_input_file(task.backend, save_to_folder(model, work), work)
-    yield "float", file
-    model = load(file, source=task.model.use, min_opset=dialect.opset(task.precisions))
-    space = build_space(model, dialect, precisions=task.precisions)
-    ranges = {edge.tensor: ANY_RANGE for dimension in space.dimensions for edge in dimension.edges}
-    placement = space.resolve(space.quantize_all())
-    yield f"all {task.precision}", Inserter(model, dialect, ranges).export(placement, work / "all.onnx")
 
 
 SAMPLE_COUNT = 16
@@ -279,7 +265,15 @@ def try_float_model(
     total = min(len(data.open(source, spec.base_dir)), evaluator.params.get("samples") or MAX_COUNT)
     if "samples" in evaluator.params:
         evaluator = evaluator.model_copy(update={"params": {**evaluator.params, "samples": SAMPLE_COUNT}})
-    use, every = _with_few_samples(evaluator, source, total)
+    use, every = evaluator, 1
+    for count in (SAMPLE_COUNT, SAMPLE_COUNT * UNLABELLED_SAMPLE_FACTOR):
+        step = -(-total // count)
+        few = {**source, "every": step * source.get("every", 1)}  # evenly spread
+        short = evaluator.model_copy(update={"params": {**evaluator.params, "data": few}})
+        with suppress(UserError):  # raised if none of the samples has a label
+            registry.create_plugin("evaluator", short.use, short.params)
+            use, every = short, step
+            break
     samples = -(-total // every)
     counted = f"{samples} of {total} samples"
     file = save_to_folder(model, work)
@@ -298,21 +292,16 @@ def try_float_model(
     remark = ""
     if found is not None:
         if metric in UNIT_INTERVAL_METRICS and found.metrics.get(metric) == 0:
-            _require_plausible_zero(spec, samples, f"{metric_name(metric)} 0 on {counted}", use.params, found.note)
+            expected = ASSUMED_SCORE if spec.expect is None else spec.expect
+            if (1 - expected) ** samples <= MIN_PLAUSIBILITY:
+                known = "" if spec.expect is None else f", but expect is {spec.expect:g}"
+                raise UserError(
+                    f"the float model has {metric_name(metric)} 0 on {counted}{known}. "
+                    f"{likely_causes(use.params, found.note)}. If the model is known to score that low, give its score "
+                    "by the key 'expect' of the model; 'expect: 0' accepts every score"
+                )
         remark = low_reference_warning(found, metric, higher, use.params)
     return remark and f"on {counted} {remark}", None if seconds is None else seconds / samples * total
-
-
-def _with_few_samples(use: PluginSpec, data: Mapping[str, Any], total: int) -> tuple[PluginSpec, int]:
-    """Return (evaluator on every n-th sample, n), so that there are a few samples with labels, evenly spread."""
-    for count in (SAMPLE_COUNT, SAMPLE_COUNT * UNLABELLED_SAMPLE_FACTOR):
-        every = -(-total // count)
-        few = {**data, "every": every * data.get("every", 1)}
-        short = use.model_copy(update={"params": {**use.params, "data": few}})
-        with suppress(UserError):  # raised if none of the samples has a label
-            registry.create_plugin("evaluator", use.use, short.params)
-            return short, every
-    return use, 1
 
 
 def _score(engines: Engines, file: Path, *, compares: bool) -> tuple[Accuracy | Failed | None, float | None]:
@@ -335,18 +324,6 @@ def _score(engines: Engines, file: Path, *, compares: bool) -> tuple[Accuracy | 
         if isinstance(found, Failed) or seconds > LONG_TRIAL_S:
             break
     return found, seconds
-
-
-def _require_plausible_zero(spec: ModelSpec, samples: int, score: str, params: Mapping[str, Any], note: str) -> None:
-    """Raise an error for a score of 0 on some samples unless it is plausible for the score that is expected on all."""
-    expected = ASSUMED_SCORE if spec.expect is None else spec.expect
-    if (1 - expected) ** samples > MIN_PLAUSIBILITY:
-        return
-    known = "" if spec.expect is None else f", but expect is {spec.expect:g}"
-    raise UserError(
-        f"the float model has {score}{known}. {likely_causes(params, note)}. If the model is known to score that low, "
-        "give its score by the key 'expect' of the model; 'expect: 0' accepts every score"
-    )
 
 
 CODE_KEYS: Mapping[str, str] = {
@@ -381,19 +358,25 @@ def check_and_time(experiment: Experiment, results: Path | None = None) -> tuple
     Raises:
         UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
-    _require_trust(experiment)
+    errors = ErrorCollector()
+    for key, kind in CODE_KEYS.items():
+        for path, use in _values_at(experiment, key.split(".")):
+            with errors.collect(), prefix_key(path):
+                registry.check_trust(kind, use)
+    with errors.collect():
+        require_trusted_address(experiment.executor)
+    errors.raise_all()  # before any code of a plug-in runs
     tasks = plan_tasks(experiment)
     scored = {task.model.name for task in tasks if results is not None and has_float_score(results / task.name)}
-    precisions, errors, runs_models = offered_precisions(experiment), ErrorCollector(), False
+    precisions, runs_models = offered_precisions(experiment), False
     for i, method in enumerate(experiment.searchers):
         with errors.collect(), prefix_key(f"searchers.{i}"):
             if is_external_searcher(method):
                 _check_external_searcher(method, experiment)
             else:
-                searcher = method
                 supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
-                made = registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
-                registry.require_methods(f"searcher {searcher.use!r}", made, CONTRACT)
+                made = registry.create_plugin("searcher", method.use, method.params, supplied)
+                registry.require_methods(f"searcher {method.use!r}", made, CONTRACT)
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
             _check_backend(with_base_dir(backend), precisions)
@@ -431,18 +414,6 @@ def check_recorded_inputs(experiment: Experiment, results: Path) -> None:
             scoring = make_scoring(experiment.objective, spec.model, model, Path(scratch))
         recorded, now = read_json(path), {"model_sha256": model.sha256, **scoring.facts, "data": dict(scoring.data)}
         require_same_fingerprint(path, {key: recorded.get(key) for key in now}, now)
-
-
-def _require_trust(experiment: Experiment) -> None:
-    """Raise `UserError` for all keys that load code or connect to another machine, unless plug-ins are trusted."""
-    errors = ErrorCollector()
-    for key, kind in CODE_KEYS.items():
-        for path, use in _values_at(experiment, key.split(".")):
-            with errors.collect(), prefix_key(path):
-                registry.check_trust(kind, use)
-    with errors.collect():
-        require_trusted_address(experiment.executor)
-    errors.raise_all()
 
 
 def _values_at(value: Any, key: Sequence[str], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -515,24 +486,20 @@ def _check_model(model: ModelSpec, data: DatasetCache) -> None:
         if model.calibration.data is not None:
             data.open(model.calibration.data, model.base_dir)
     if model.evaluator is not None:
+        evaluator, params = model.evaluator, dict(model.evaluator.params)
         with prefix_key("evaluator"):
-            _check_evaluator(model.evaluator, model.preprocess, data)
-
-
-def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data: DatasetCache) -> None:
-    use, params = evaluator.use, dict(evaluator.params)
-    parameters = registry.plugin_signature("evaluator", use).parameters
-    if preprocess is not None and "preprocess" in parameters:
-        params.setdefault("preprocess", preprocess.mapping)
-    evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
-    # Parameters with these names are of these kinds in the built-in evaluators, but may differ in others.
-    if isinstance(params.get("data"), Mapping):
-        data.open(params["data"], evaluator.base_dir)
-    if isinstance(params.get("preprocess"), str | Mapping):
-        open_preprocess(params["preprocess"])
-    if isinstance(params.get("decode"), str | Mapping):
-        name, settings = parse_plugin_spec(params["decode"])
-        registry.check_params("decoder", name, settings, supplied=("outputs", "prepared", "size"))
+            parameters = registry.plugin_signature("evaluator", evaluator.use).parameters
+            if model.preprocess is not None and "preprocess" in parameters:
+                params.setdefault("preprocess", model.preprocess.mapping)
+            evaluator_params(evaluator.use, params, dict.fromkeys(SUPPLIED_PARAMS))
+            # Parameters with these names are of these kinds in the built-in evaluators, but may differ in others.
+            if isinstance(params.get("data"), Mapping):
+                data.open(params["data"], evaluator.base_dir)
+            if isinstance(params.get("preprocess"), str | Mapping):
+                open_preprocess(params["preprocess"])
+            if isinstance(params.get("decode"), str | Mapping):
+                name, settings = parse_plugin_spec(params["decode"])
+                registry.check_params("decoder", name, settings, supplied=("outputs", "prepared", "size"))
 
 
 def _inspect_model(
@@ -549,7 +516,9 @@ def _inspect_model(
         UserError: Shapes or data do not fit the model, or the float model cannot be scored or scores 0.
     """
     remarks, seconds = list[str](), None
-    _check_shape_set(model)
+    for number, entry in enumerate(() if model.shape_set is None else model.shape_set.shapes):
+        with prefix_key(f"shape_set.shapes.{number}"), tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+            _check_channels(open_model(model.at(entry), Path(scratch)))
     if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
         return remarks, seconds
     halves = HALF_NAMES if objective.halves else (None,)
@@ -581,13 +550,6 @@ def _inspect_model(
     return remarks, seconds
 
 
-def _check_shape_set(model: ModelSpec) -> None:
-    """Load the model at each shape of its set."""
-    for number, entry in enumerate(() if model.shape_set is None else model.shape_set.shapes):
-        with prefix_key(f"shape_set.shapes.{number}"), tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-            _check_channels(open_model(model.at(entry), Path(scratch)))
-
-
 def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
     """Yield remarks if more samples are requested than exist, if a default leaves some out, or if images are shared."""
     calibration = model.calibration
@@ -606,21 +568,14 @@ def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) 
     available = len(data.open(scored, model.base_dir))
     if isinstance(limit, int) and limit > available:
         yield f"evaluator.params.samples: {limit} are requested, but the data have {available}"
-    if calibration.data is not None and (shared := _count_shared_images(calibration, scored, model.base_dir, data)):
-        yield f"{shared} of the calibration images are also scored, so the accuracy on new images may be lower"
-
-
-def _count_shared_images(
-    calibration: Calibration, scored: Mapping[str, Any], base_dir: Path, data: DatasetCache
-) -> int:
-    """Return the number of images that are used both for calibration and by the evaluator."""
     used = calibration.data or {}
-    if any(used.get(key) != scored.get(key) for key in ("use", "images", "split")):
-        return 0
-    first, second = (data.open(each, base_dir) for each in (used, scored))
-    if not (isinstance(first, ImageDataset) and isinstance(second, ImageDataset)):
-        return 0
-    return len(set(first.names[: calibration.samples]) & set(second.names))
+    if calibration.data is None or any(used.get(key) != scored.get(key) for key in ("use", "images", "split")):
+        return
+    first, second = (data.open(each, model.base_dir) for each in (used, scored))
+    if isinstance(first, ImageDataset) and isinstance(second, ImageDataset):
+        shared = len(set(first.names[: calibration.samples]) & set(second.names))
+        if shared:
+            yield f"{shared} of the calibration images are also scored, so the accuracy on new images may be lower"
 
 
 def _check_channels(model: Model) -> None:

@@ -8,10 +8,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.accuracy.data.decode import suggest_decoder
 from harness.base.errors import UserError
@@ -39,8 +38,7 @@ STUDY_LIMITS: Mapping[str, Any] = {
 SAFE_FOLDER_NAME = re.compile(r"[A-Za-z0-9._=-]{0,60}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyTask:
+class StudyTask(NamedTuple):
     """Task of a study and its experiment, with remarks on settings that may be unintended."""
 
     experiment: Experiment

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
@@ -95,8 +95,7 @@ class SearcherGuard:
         return outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitialPlacement:
+class InitialPlacement(NamedTuple):
     """Placement whose outcome every searcher receives before its first proposal."""
 
     name: str
@@ -154,8 +153,7 @@ class TrialEvent:
     expected_gain: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchLoopResult:
+class SearchLoopResult(NamedTuple):
     """Result of a search loop.
 
     Attributes:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from harness.base.statistics import Interval, median_ci
 from harness.config.sections import Sampling
@@ -15,8 +16,7 @@ from harness.results.search_log import PREDICTED_METRIC, PROXY, Goal
 from harness.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, WorkerKilled
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPlacement:
+class ScoredPlacement(NamedTuple):
     """Latency, metric and proxy (None if it was not measured) of a placement whose metric was measured."""
 
     latency_ms: float
@@ -246,25 +246,20 @@ def measure(
     if not _is_clearly_faster(first, rival, noise) or (first.stable and not _intervals_are_disjoint(first, rival)):
         return first
     taken = [first]
-    while len(taken) < noise.builds and not _is_rebuild_confirmed(taken, rival, noise):
+    while len(taken) < noise.builds:
         again = build_and_sample(scored=False)
         if isinstance(again, Failed):
             return again
         taken.append(again)
+        confirms = _is_clearly_faster(again, rival, noise) and _intervals_are_disjoint(again, rival)
+        if again.stable and (confirms or not first.stable):
+            break
     return _merge_rebuilds(taken)
 
 
 def _is_clearly_faster(measured: Measured, rival: Interval, noise: NoisePolicy) -> bool:
     """Return whether a candidate is faster than the incumbent by more than the noise floor."""
     return median_ci(measured.samples_ms).value * (1 + noise.noise_floor) < rival.value
-
-
-def _is_rebuild_confirmed(taken: Sequence[Measured], rival: Interval, noise: NoisePolicy) -> bool:
-    """Return whether the last build confirms the first one, or is undisturbed after a disturbed one."""
-    first, last = taken[0], taken[-1]
-    if len(taken) == 1 or not last.stable:
-        return False
-    return not first.stable or (_is_clearly_faster(last, rival, noise) and _intervals_are_disjoint(last, rival))
 
 
 def _intervals_are_disjoint(measured: Measured, rival: Interval) -> bool:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -123,8 +123,7 @@ def select_winner(comparison: PairedComparison, open_engines: EngineFactory, obs
     return won, speedups.get(won, 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionResult:
+class SelectionResult(NamedTuple):
     """Selection among the best placements of the searches of a task.
 
     Attributes:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.accuracy.calibration.range_estimators import Ranges, finite_ranges
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
@@ -263,8 +263,7 @@ class Recovery:
     losses: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loss:
+class _Loss(NamedTuple):
     """Loss of a file on the images of the search with its standard error; infinite without a score.
 
     Attributes:
@@ -457,7 +456,7 @@ def _recover(
         "label": attempt.label,
         "steps": [asdict(gain) for gain in attempt.gains],
         **({"left_float": left_float} if left_float else {}),
-        **asdict(score),
+        **score._asdict(),
         "sqnr_db": attempt.sqnr_db,
         "file": path.name,
         "sha256": digest_file(path),
