@@ -106,7 +106,18 @@ class Scoring:
         if None in known.values():
             known = dict(self.prepare_evaluators(store, model_file))
         self._check_expected_score(known.get(MAIN_BENCHMARKER))
-        if said := next(filter(None, self._float_score_warnings(known)), "") or self._float_score_line(known):
+        scores = [(known[name], use) for name, use in self.evaluators.items() if name != PROXY_EVALUATOR]
+        warnings = (
+            low_reference_warning(score, self.metric, self.higher_is_better, use.params)
+            for score, use in scores
+            if score
+        )
+        said, main = next(filter(None, warnings), ""), known.get(MAIN_BENCHMARKER)
+        # A metric that compares with the float model says nothing about it.
+        if not said and main is not None and self.metric in main.metrics and self.metric not in METRIC_CAPS:
+            samples = f" on {len(main.per_item)} samples" if main.per_item else ""
+            said = f"the float model scores {format_score(main.metrics[self.metric], self.metric)}{samples}"
+        if said:
             store.observer.say(f"{folder.name}: {said}")
         own = known[self.search_evaluator]
         objective = self.objective
@@ -142,23 +153,6 @@ class Scoring:
             f"expected. {likely_causes(self.evaluators[MAIN_BENCHMARKER].params, own.note)}; or give the score on "
             "these data"
         )
-
-    def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
-        """Yield warnings about a float model with a score close to 0."""
-        for name, accuracy in known.items():
-            if accuracy is not None and name != PROXY_EVALUATOR:
-                yield low_reference_warning(
-                    accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params
-                )
-
-    def _float_score_line(self, known: Mapping[str, Accuracy | None]) -> str:
-        """Return the float model's score as text; "" for a metric that compares with the float model."""
-        own = known.get(MAIN_BENCHMARKER)
-        value = None if own is None else own.metrics.get(self.metric or "")
-        if own is None or value is None or self.metric in METRIC_CAPS:
-            return ""
-        samples = f" on {len(own.per_item)} samples" if own.per_item else ""
-        return f"the float model scores {format_score(value, self.metric)}{samples}"
 
     def prepare_evaluators(self, store: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
         """Score the float model by all evaluators, and return its accuracy by the name of the evaluator.
@@ -258,6 +252,11 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
             facts["first_stage"] = every
     if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = make_proxy_evaluator(objective.proxy, spec, model, work)
+    data = {}
+    for name, use in evaluators.items():  # digests of the data and the preprocessing, of evaluators that have them
+        fingerprint = getattr(registry.create_plugin("evaluator", use.use, use.params), "fingerprint", None)
+        if isinstance(fingerprint, str):
+            data[name] = facts_digest(fingerprint)
     return Scoring(
         objective=objective,
         evaluators=evaluators,
@@ -265,7 +264,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
         higher_is_better=factory.higher_is_better,
         facts=facts,
         expect=spec.expect,
-        data={name: digest for name, use in evaluators.items() if (digest := _evaluator_data_digest(use))},
+        data=data,
     )
 
 
@@ -280,12 +279,6 @@ def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) ->
     if every < 2:
         return None, 0
     return whole.model_copy(update={"params": {**whole.params, "data": {**data, "every": every}}}), every
-
-
-def _evaluator_data_digest(use: PluginSpec) -> str:
-    """Return a digest of the evaluator's data and preprocessing, or "" if the evaluator has none."""
-    fingerprint = getattr(registry.create_plugin("evaluator", use.use, use.params), "fingerprint", None)
-    return facts_digest(fingerprint) if isinstance(fingerprint, str) else ""
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
@@ -389,7 +382,24 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
     for model in experiment.models:
         if model.evaluator is not None:
             evaluator: Any = registry.load_plugin("evaluator", model.evaluator.use)
-            words = _describe_bound(experiment.objective, evaluator.metric, evaluator.higher_is_better)
+            bound, metric = experiment.objective.max_drop, evaluator.metric
+            if bound is None:
+                words = f"none; {metric_name(metric)} is scored without a bound"
+            elif metric in METRIC_CAPS and not isinstance(bound, str):
+                words = (
+                    f"{metric_name(metric)} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's "
+                    f"own counts as {METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
+                )
+            else:
+                if isinstance(bound, str):
+                    drop = f"{bound} of the float model's own"
+                elif metric in UNIT_INTERVAL_METRICS:
+                    points = f"{100 * bound:g}"
+                    drop = f"{bound:g} ({points} point{'' if points == '1' else 's'})"
+                else:
+                    drop = f"{bound:g}{METRIC_FORMATS.get(metric, ('', 4, ''))[2]}"
+                change = "drop" if evaluator.higher_is_better else "rise"
+                words = f"{metric_name(metric)} may {change} by at most {drop}"
             found.setdefault(words, []).append(model.name)
     for words, names in found.items():
         yield f"bound: {words}" if len(found) == 1 else f"bound of {', '.join(names)}: {words}"
@@ -426,27 +436,6 @@ def bound_status(
     if results.blind:
         return False, f"{text}; the float model itself scores {base:.4f}, so the drop is meaningless"
     return within, text
-
-
-def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:
-    bound, name = objective.max_drop, metric_name(metric)
-    if bound is None:
-        return f"none; {name} is scored without a bound"
-    if metric in METRIC_CAPS and not isinstance(bound, str):
-        return (
-            f"{name} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's own counts as "
-            f"{METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
-        )
-    return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_format_drop(bound, metric)}"
-
-
-def _format_drop(bound: float | str, metric: str) -> str:
-    if isinstance(bound, str):
-        return f"{bound} of the float model's own"
-    if metric not in UNIT_INTERVAL_METRICS:
-        return f"{bound:g}{METRIC_FORMATS.get(metric, ('', 4, ''))[2]}"
-    points = f"{100 * bound:g}"
-    return f"{bound:g} ({points} point{'' if points == '1' else 's'})"
 
 
 def _format_bound(bound: float | str | None) -> str:

@@ -139,7 +139,16 @@ class AccuracyStore:
             return stored
         name, benchmarker = (name, MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
         with scoring_progress(self.observer, f"inferences of {name}") as watch:
-            result = _evaluate(self._engines, candidate, benchmarker, evaluator, watch, prepare=prepare, known=stored)
+            built = self._engines.build(candidate, benchmarker)
+            result: Accuracy | Failed
+            if isinstance(built, Failed):
+                result = built
+            else:
+                try:
+                    unprepared = self._engines.prepare(built.handle, evaluator, watch) if prepare else None
+                    result = unprepared or stored or self._engines.evaluate(built.handle, evaluator, watch)
+                finally:
+                    self._engines.release(built.handle)
         if stored is not None:
             return result
         if isinstance(result, Failed):
@@ -168,27 +177,6 @@ def has_float_score(folder: Path) -> bool:
         UserError: The file is damaged.
     """
     return any(score.get("metrics") for score in read_stored_scores(folder).values())
-
-
-def _evaluate(
-    engines: Engines,
-    candidate: Candidate,
-    benchmarker: str,
-    evaluator: str,
-    watch: ScoringCallback,
-    *,
-    prepare: bool,
-    known: Accuracy | None,
-) -> Accuracy | Failed:
-    """Build a candidate, prepare the evaluator with it if `prepare` is set, and return `known` or a new score."""
-    built = engines.build(candidate, benchmarker)
-    if isinstance(built, Failed):
-        return built
-    try:
-        unprepared = engines.prepare(built.handle, evaluator, watch) if prepare else None
-        return unprepared or known or engines.evaluate(built.handle, evaluator, watch)
-    finally:
-        engines.release(built.handle)
 
 
 @contextmanager

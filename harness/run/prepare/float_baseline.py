@@ -192,7 +192,9 @@ def _measure_precisions(
             ):
                 events.append(event)
                 step.advance()
-            if _is_clear(events, first, len(offered)):
+            timed = summarize_turns(events, baseline=first).rows.values()
+            best, *rest = sorted(row.latency_ms.value for row in timed)
+            if len(rest) == len(others) and all(latency_ms >= CLEAR_RATIO * best for latency_ms in rest):
                 break
     latency_ms = {name: row.latency_ms.value for name, row in summarize_turns(events, baseline=first).rows.items()}
     fastest = min(latency_ms, key=lambda name: latency_ms[name])
@@ -203,13 +205,6 @@ def _measure_precisions(
         "latency_ms": latency_ms,
         "events": [json.loads(encode_turn_event(event)) for event in events],
     }
-
-
-def _is_clear(events: Sequence[TurnEvent], baseline: str, count: int) -> bool:
-    """Return whether all precisions were timed, and the fastest is faster than the others by `CLEAR_RATIO`."""
-    rows = summarize_turns(events, baseline=baseline).rows.values()
-    fastest, *others = sorted(row.latency_ms.value for row in rows)
-    return len(others) == count - 1 and all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
 
 
 def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
 from harness.config.experiment import FULLY_QUANTIZED, Experiment, TaskSpec
-from harness.config.sections import ModelSpec, Objective, PluginSpec, Sampling
+from harness.config.sections import ModelSpec, PluginSpec, Sampling
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
@@ -238,7 +238,13 @@ def compose_task(
     task = calibrate_task(
         spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=imported_ranges
     )
-    entries = _initial_and_baselines(experiment)
+    named = {start.name: start for start in experiment.initial}
+    entries = [*named.values(), *(PluginSpec(use=name) for name in experiment.baselines if name not in named)]
+    objective, metric = experiment.objective, None
+    if objective.max_drop is not None:
+        half = "search" if objective.halves else None
+        if (evaluator := evaluator_spec(spec.model, model, work / "tools", half)) is not None:
+            metric = MetricRequest(evaluator=evaluator, max_drop=objective.max_drop)
     request = QuantizationRequest(
         model_file=model_file,
         source=model.source,
@@ -246,7 +252,7 @@ def compose_task(
         data_key=repr(feeds.cache_key),
         own_sizes=feeds.own_sizes,
         options={**ptq_options(feeds.settings, dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
-        metric=_metric_request(experiment.objective, spec.model, model, work),
+        metric=metric,
     )
     external = {
         start.name: run_external_tool(start.name, request, observer) for start in entries if start.use in PTQ_FUNCTIONS
@@ -279,14 +285,6 @@ def compose_task(
         sizes=task.sizes if experiment.executor.use == "local" else None,
         cache_remarks=(*design.foreign_origin_notes(entries), *notes),
     )
-
-
-def _metric_request(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> MetricRequest | None:
-    """Return the evaluator of the searches and the bound, or None if there is no bound."""
-    if objective.max_drop is None or spec.evaluator is None:
-        return None
-    evaluator = evaluator_spec(spec, model, work / "tools", "search" if objective.halves else None)
-    return None if evaluator is None else MetricRequest(evaluator=evaluator, max_drop=objective.max_drop)
 
 
 def calibrate_task(
@@ -406,12 +404,6 @@ def _calibrate_ranges(
     for remark in range_warnings(ranges):
         observer.say(f"{model.source}: {remark}")
     return ranges
-
-
-def _initial_and_baselines(experiment: Experiment) -> list[PluginSpec]:
-    """Return initial placements and baselines without repeats."""
-    named = {start.name: start for start in experiment.initial}
-    return list({**named, **{name: named.get(name, PluginSpec(use=name)) for name in experiment.baselines}}.values())
 
 
 SHAPES_FILE_NAME = "shapes.json"

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from harness.plugins.api import Array, name_arrays
 from harness.results.artifacts import (
     DYNAMIC_AXES_FILE,
     DYNAMIC_MODEL_SUFFIX,
-    ExportedModel,
     FinalistSet,
     read_dynamic_axes,
 )
@@ -61,21 +60,14 @@ INPUT_NOTES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicCheckFiles:
-    """Paths of the original float model, the quantized model at fixed sizes, and the one with dynamic axes."""
-
-    floating: Path
-    fixed: Path
-    dynamic: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicCheckTarget:
     """Model files to compare, with their inputs.
 
     Attributes:
         axes: Declared dimensions by input, sizes or symbols; None if an input declares none.
         types: Element type and shape of each input in the search.
+        floating: The original float model; `fixed` and `dynamic` are the quantized ones at fixed sizes, and with
+            dynamic axes.
         requested: Shapes to check at before any others.
         random: Numbers of the outputs that change from run to run, which are not compared.
         samples: Inputs at the sizes of the search, which are resized to others; random inputs are drawn without any.
@@ -83,7 +75,9 @@ class DynamicCheckTarget:
 
     axes: Mapping[str, Axes | None]
     types: Mapping[str, TensorType]
-    files: DynamicCheckFiles
+    floating: Path
+    fixed: Path
+    dynamic: Path
     requested: tuple[Shapes, ...] = ()
     random: frozenset[int] = frozenset()
     samples: tuple[Feeds, ...] = ()
@@ -185,7 +179,7 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     cases = list(enumerate([*[subject.searched_shapes] * subject.search_inputs, *others], start=1))
     count = max(OTHER_SHAPE_COUNT, len(subject.requested)) + subject.search_inputs
     try:
-        run = _run_in_process(CHECK_RUNTIMES[0], subject.files.floating, subject, cases, count)
+        run = _run_in_process(CHECK_RUNTIMES[0], subject.floating, subject, cases, count)
     except UserError as error:
         return f"not checked: ONNX Runtime does not run the float model ({error})"
     if not run[0] and run[0] is not None:
@@ -231,11 +225,11 @@ def _compare_files(runtime: str, subject: DynamicCheckTarget, float_runs: Sequen
         _OutputMismatch: The dynamic file fails or differs.
     """
     cases, floats = [case for case, _ in float_runs], [outputs for _, outputs in float_runs]
-    (fixed,) = _run_in_process(runtime, subject.files.fixed, subject, cases[:1], 1)
+    (fixed,) = _run_in_process(runtime, subject.fixed, subject, cases[:1], 1)
     if fixed is None:
         raise UserError("it does not run the fixed file")
     try:
-        results = _run_in_process(runtime, subject.files.dynamic, subject, cases, len(cases))
+        results = _run_in_process(runtime, subject.dynamic, subject, cases, len(cases))
     except UserError as error:
         raise _OutputMismatch(f"the file with dynamic axes fails: {error}") from error
     if any(outputs is None for outputs in results):
@@ -315,7 +309,14 @@ def _run_cases(
     found: list[Outputs | None] = []
     for case in cases:
         try:
-            outputs = infer(_make_feeds(subject, case))
+            number, shapes = case
+            if subject.samples:  # with rows, columns and so on repeated or left out
+                sample = subject.samples[(number - 1) % len(subject.samples)]
+                feeds = {name: resize_array(array, shapes[name]) for name, array in sample.items()}
+            else:
+                types = {name: (kind.dtype, shapes[name]) for name, kind in subject.types.items()}
+                (feeds,) = random_feeds(types, 1, number)
+            outputs = infer(feeds)
             compared = {str(index): each for index, each in enumerate(outputs) if index not in subject.random}
             found.append(tuple(name_arrays(compared).values()))
         except Exception:
@@ -323,16 +324,6 @@ def _run_cases(
         if sum(outputs is not None for outputs in found) >= wanted or found[0] is None:
             break
     return found
-
-
-def _make_feeds(subject: DynamicCheckTarget, case: Case) -> Feeds:
-    """Return the input of a case: a sample with rows, columns and so on repeated or left out, else random values."""
-    number, shapes = case
-    if not subject.samples:
-        (feeds,) = random_feeds({name: (kind.dtype, shapes[name]) for name, kind in subject.types.items()}, 1, number)
-        return feeds
-    sample = subject.samples[(number - 1) % len(subject.samples)]
-    return {name: resize_array(array, shapes[name]) for name, array in sample.items()}
 
 
 def _open_onnxruntime(path: Path) -> Callable[[Feeds], Sequence[Any]]:
@@ -355,8 +346,7 @@ def _open_openvino(path: Path) -> Callable[[Feeds], Outputs]:
     return infer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicModel:
+class DynamicModel(NamedTuple):
     """Result of writing a file with dynamic axes.
 
     Attributes:
@@ -409,11 +399,17 @@ def write_dynamic_model(
         try:
             floating, axes = write_dynamic(model, file, tried)
             types = {name: model.types[name] for name in model.inputs}
-            files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
             samples = data_batches(data, CHECK_INPUT_COUNT)
             random = frozenset(map(model.outputs.index, find_random_outputs(model.proto)))
             subject = DynamicCheckTarget(
-                axes=axes, types=types, files=files, requested=tuple(shapes), random=random, samples=samples
+                axes=axes,
+                types=types,
+                floating=floating,
+                fixed=file,
+                dynamic=tried,
+                requested=tuple(shapes),
+                random=random,
+                samples=samples,
             )
             remark = check_dynamic_model(subject, backend)
         except (UserError, OSError, ValueError) as error:
@@ -448,7 +444,12 @@ def write_dynamic_rows(
     records: dict[str, dict[str, Any]] = {**read_dynamic_axes(table.folder)}
     rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
     models = table.folder / "models"
-    outdated = {row.id for row in rows if not _is_current(records.get(row.id, {}), row, models)}
+    outdated = set()
+    for row in rows:
+        known = records.get(row.id, {})
+        kept = known.get("file") is None or (models / known["file"]).exists()
+        if not kept or not {"file", "remark"} <= known.keys() or known.get("sha256") != row.sha256:
+            outdated.add(row.id)
     samples = data_batches(data, CHECK_INPUT_COUNT) if outdated else ()
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
@@ -470,10 +471,3 @@ def write_dynamic_rows(
     for row in rows:
         if records[row.id]["file"] is None and row.choices is not None:
             observer.say(str(records[row.id]["remark"]))
-
-
-def _is_current(record: Mapping[str, Any], row: ExportedModel, models: Path) -> bool:
-    """Return whether a record of `dynamic.json` is of this row, has all keys, and its file exists."""
-    if not {"file", "remark"} <= record.keys() or record.get("sha256") != row.sha256:
-        return False
-    return record["file"] is None or (models / record["file"]).exists()

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from harness.accuracy.metrics.closeness import MAX_SQNR_DB, OutputPart, part_sqnr, select_values, split_output
 from harness.base.errors import EvaluationFailed, UserError
-from harness.graph.io.digests import IR_SUFFIX
-from harness.graph.qdq.reduce_model import ModelGraph, find_exact_outputs
+from harness.graph.qdq.reduce_model import ModelGraph
 from harness.measure.records import Failed
 from harness.plugins import registry
 from harness.plugins.api import Array, capabilities_of
@@ -124,37 +123,6 @@ def compare_float(
     return _worst_output(checks, floats, skipped)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Setup of the comparison of files on one benchmarker; see `compare_with_file`.
-
-    Attributes:
-        reference: Function that runs a file in ONNX Runtime.
-        engine: Function that runs a file on the benchmarker.
-    """
-
-    floats: Outputs
-    engine_float: Outputs | None
-    precision: str
-    skipped: frozenset[str]
-    groups: Sequence[object]
-    reference: Callable[[Path], Outputs | Failed]
-    engine: Callable[[Path], Outputs | Failed]
-
-    def judge(self, path: Path) -> OutputCheck:
-        """Return the check of a model file.
-
-        Raises:
-            EvaluationFailed: The file does not run in ONNX Runtime or in the runtime.
-        """
-        file = require_outputs(self.reference(path), "its file in ONNX Runtime")
-        engine = require_outputs(self.engine(path), "the engine")
-        exact = frozenset() if path.suffix == IR_SUFFIX else find_exact_outputs(path)
-        limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped, "exact": exact}
-        limits["groups"] = self.groups
-        return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
-
-
 def require_outputs(outputs: Outputs | Failed, what: str) -> Outputs:
     """Return the outputs, or raise `EvaluationFailed` with the name of the run in `what` if it failed."""
     if isinstance(outputs, Failed):
@@ -228,15 +196,13 @@ def _masked_samples(outputs: Outputs, name: str, masks: Sequence[Array]) -> list
 
 def _mean_sqnr_db(reference: Sequence[Array | None], outputs: Sequence[Array | None], part: OutputPart | None) -> float:
     """Return the mean SQNR over samples of one part of an output; `-MAX_SQNR_DB` if it is missing or not finite."""
-    return float(
-        np.mean([_sample_sqnr_db(expected, actual, part) for expected, actual in zip(reference, outputs, strict=True)])
-    )
-
-
-def _sample_sqnr_db(reference: Array | None, output: Array | None, part: OutputPart | None) -> float:
-    if reference is None or output is None or not np.isfinite(select_values(output, part)).all():
-        return -MAX_SQNR_DB
-    return part_sqnr(*np.atleast_1d(reference, output), part)
+    values_db = []
+    for expected, actual in zip(reference, outputs, strict=True):
+        if expected is None or actual is None or not np.isfinite(select_values(actual, part)).all():
+            values_db.append(-MAX_SQNR_DB)
+        else:
+            values_db.append(part_sqnr(*np.atleast_1d(expected, actual), part))
+    return float(np.mean(values_db))
 
 
 ModelRunner = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
@@ -255,8 +221,7 @@ MAX_OPERATORS_AS_PROOF = 16  # over more operators, differences of rounding add 
 MAX_EXTRACTED_OPERATORS = 64  # of a cut; beyond it, the whole model up to the tensor is used
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrongOperator:
+class WrongOperator(NamedTuple):
     """Operator whose result differs while its inputs agree.
 
     Attributes:
@@ -460,20 +425,21 @@ def write_report(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> 
     arrays |= {f"expected:{name}": array for name, array in fault.file[0].items()}
     arrays |= {f"found:{name}": array for name, array in fault.engine[0].items()}
     np.savez(path.with_suffix(".npz"), allow_pickle=False, **arrays)
-    path.with_suffix(".txt").write_text(_report_text(fault, path, facts), encoding="utf-8")
+    import onnxruntime
 
-
-def _report_text(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> str:
     options = ", ".join(f"{key} {value}" for key, value in facts.get("options", {}).items())
     inputs = "recorded values of tensors inside the model" if fault.extracted else "inputs of the model"
-    name = str(facts.get("name"))
-    return f"""Wrong result in {name} {facts.get("version")}
+    name, hint, code = str(facts.get("name")), facts.get("options", {}).get("precision", "f32"), ""
+    with suppress(UserError):  # a plug-in of the user describes itself by another name
+        code = capabilities_of(registry.load_plugin("benchmarker", name)).script
+    run = code.format(file=path.name, precision=hint) or f"found = ...  # outputs of {path.name} in {name}, by name"
+    text = f"""Wrong result in {name} {facts.get("version")}
 
 Operator: {fault.operator}
 Device: {facts.get("device")}
 Options: {options}
 Difference: output {fault.checked.output!r} has a signal-to-noise ratio of {fault.checked.engine_db:.1f} dB against
-ONNX Runtime {_package_version()} without graph optimizations. Runtimes that are right agree to 30 dB and more.
+ONNX Runtime {onnxruntime.__version__} without graph optimizations. Runtimes that are right agree to 30 dB and more.
 Made with onnx {version("onnx")}.
 
 Files: {path.name}, and {path.with_suffix(".npz").name} with
@@ -483,22 +449,7 @@ Files: {path.name}, and {path.with_suffix(".npz").name} with
 
 To reproduce, in the folder of this file:
 
-{_reproduction_script(name, path, facts)}"""
-
-
-def _package_version() -> str:
-    import onnxruntime
-
-    return str(onnxruntime.__version__)
-
-
-def _reproduction_script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
-    hint = facts.get("options", {}).get("precision", "f32")
-    code = ""
-    with suppress(UserError):  # a plug-in of the user describes itself by another name
-        code = capabilities_of(registry.load_plugin("benchmarker", name)).script
-    run = code.format(file=path.name, precision=hint) or f"found = ...  # outputs of {path.name} in {name}, by name"
-    return f"""import numpy as np
+import numpy as np
 import onnxruntime as ort
 
 arrays = np.load("{path.with_suffix(".npz").name}")
@@ -513,3 +464,4 @@ for name in names:
     error = np.square(expected[name] - found[name]).sum()
     print(name, 10 * np.log10(np.square(expected[name]).sum() / error), "dB")
 """
+    path.with_suffix(".txt").write_text(text, encoding="utf-8")

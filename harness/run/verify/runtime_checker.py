@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.files import explain_write_errors, read_json
@@ -18,7 +18,13 @@ from harness.base.progress import NullProgress, Observer
 from harness.base.random_inputs import feeds_digest
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.io.digests import IR_SUFFIX, digest_file
-from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, find_random_tensors, write_7bit_copy
+from harness.graph.qdq.reduce_model import (
+    ModelGraph,
+    find_exact_outputs,
+    find_index_outputs,
+    find_random_tensors,
+    write_7bit_copy,
+)
 from harness.measure.provenance import count_cores, machine_lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins import registry
@@ -31,10 +37,10 @@ from harness.run.prepare.task import Task
 from harness.run.verify.dynamic_check import resize_array
 from harness.run.verify.output_comparison import (
     LOCALIZATION_LIMIT_S,
-    Comparison,
     Outputs,
     SuspectModel,
     compare_float,
+    compare_with_file,
     find_fault,
     require_outputs,
     write_report,
@@ -105,8 +111,7 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ComparedPart:
+class _ComparedPart(NamedTuple):
     """Part of the models of a task that is compared.
 
     Attributes:
@@ -138,7 +143,10 @@ class RuntimeChecker:
             "backend": dict(engines.describe()),
             "inputs_sha256": feeds_digest(self._feeds),
         }
-        self._record = self._read_record()
+        body: dict[str, Any] = read_json(self._path) if self._path.exists() else {}
+        if {key: body.get(key) for key in self._basis} != self._basis:  # of another float model or runtime
+            body = {}
+        self._record = {key: OutputCheck(**each) for key, each in body.get("checks", {}).items()}
 
     def __enter__(self) -> RuntimeChecker:
         return self
@@ -237,41 +245,54 @@ class RuntimeChecker:
         return replace(found, verdict="refused", reason=outputs.reason, float_verdict="refused" if float_fails else "")
 
     def _run_check(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
-        path, compare = candidate.source(), self._comparison(benchmarker)
+        path = candidate.source()
         if candidate.digest == edges_digest(()):
+            floats = require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL)
             outputs = require_outputs(self._float_outputs(benchmarker), "the engine")
-            return compare_float(compare.floats, outputs, compare.precision, compare.skipped, compare.groups)
-        found = compare.judge(path)
+            return compare_float(floats, outputs, **self._scope(benchmarker))
+        found = self._judge(path, benchmarker)
         if path.suffix == IR_SUFFIX:
             return replace(found, reason=_IR_REASON) if found.is_wrong else found
         if found.is_wrong and self._plan.saturates:
             target = self._scratch / "narrow.onnx"
             for reduced, remedy in SATURATION_REASONS.items():
-                if write_7bit_copy(path, target, reduced) and not compare.judge(target).is_wrong:
+                if write_7bit_copy(path, target, reduced) and not self._judge(target, benchmarker).is_wrong:
                     return replace(found, verdict="saturates", reason=remedy)
         if found.is_wrong or found.is_suspect:
             return self._locate_fault(found, path, candidate.digest, benchmarker)
         return found
 
-    def _comparison(self, benchmarker: str) -> Comparison:
-        own = self._float_outputs(benchmarker)
-        return Comparison(
-            floats=require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL),
-            engine_float=None if isinstance(own, Failed) else own,
-            precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
-            skipped=self._part.skipped,
-            groups=[] if self._part.outputs else [tuple(a.shape for a in sample.values()) for sample in self._feeds],
-            reference=self._file_outputs,
-            engine=lambda path: self._run(*self._compared_part(path), benchmarker),
-        )
+    def _scope(self, benchmarker: str) -> dict[str, Any]:
+        """Return the float precision of a benchmarker, the outputs that are not compared, and groups of samples."""
+        shapes = [tuple(array.shape for array in sample.values()) for sample in self._feeds]
+        return {
+            "precision": str(self._engines.describe(benchmarker).get("float_precision", "")),
+            "skipped": self._part.skipped,
+            "groups": [] if self._part.outputs else shapes,
+        }
 
-    def _file_outputs(self, path: Path) -> Outputs | Failed:
-        """Return the outputs of the reference execution: an ONNX file in ONNX Runtime, an IR in OpenVINO in float."""
-        if path.suffix != IR_SUFFIX:
-            return self._reference(*self._compared_part(path))
-        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: float_execution()}, workdir=self._scratch)
-        with open_engines(worker, self._plan.limits) as engines:
-            return _run_model(engines, path, self._fixed_feeds)
+    def _judge(self, path: Path, benchmarker: str) -> OutputCheck:
+        """Return the check of a file against its reference execution: ONNX in ONNX Runtime, an IR in OpenVINO in float.
+
+        Raises:
+            EvaluationFailed: The file does not run in one of them.
+        """
+        floats, own = require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL), self._float_outputs(benchmarker)
+        is_ir = path.suffix == IR_SUFFIX
+        if is_ir:
+            worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: float_execution()}, workdir=self._scratch)
+            with open_engines(worker, self._plan.limits) as engines:
+                reference = _run_model(engines, path, self._fixed_feeds)
+        else:
+            reference = self._reference(*self._compared_part(path))
+        return compare_with_file(
+            floats,
+            require_outputs(reference, "its file in ONNX Runtime"),
+            require_outputs(self._run(*self._compared_part(path), benchmarker), "the engine"),
+            None if isinstance(own, Failed) else own,
+            exact=frozenset() if is_ir else find_exact_outputs(path),
+            **self._scope(benchmarker),
+        )
 
     @cached_property
     def _random(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
@@ -305,8 +326,8 @@ class RuntimeChecker:
         skipped, indexed = find_index_outputs(floats)
         found = require_outputs(self._reference(floats, feeds), FLOAT_REFERENCE_LABEL)
         if indexed and not any(a.dtype.kind == "f" and name not in skipped for name, a in found[0].items()):
-            return replace(part, outputs=indexed)
-        return replace(part, skipped=skipped)
+            return part._replace(outputs=indexed)
+        return part._replace(skipped=skipped)
 
     def _compared_part(self, path: Path) -> tuple[Path, Sequence[Mapping[str, Array]]]:
         """Return the file, or a copy of the part of it that is compared, with its inputs.
@@ -408,15 +429,6 @@ class RuntimeChecker:
         use = unfused_execution(threads=min(REFERENCE_THREADS, count_cores()))
         worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch, sizes=self._plan.sizes)
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
-
-    def _read_record(self) -> dict[str, OutputCheck]:
-        """Return the recorded checks by "DIGEST BENCHMARKER"; none if they are of another float model or runtime."""
-        if not self._path.exists():
-            return {}
-        body: dict[str, Any] = read_json(self._path)
-        if {key: body.get(key) for key in self._basis} != self._basis:
-            return {}
-        return {key: OutputCheck(**each) for key, each in body["checks"].items()}
 
 
 def check_file(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,29 +217,25 @@ class _Reproduction:
     def _compare_accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> CheckResult:
         if not isinstance(found, Accuracy):
             return CheckResult(what="accuracy", holds=False, found=_failed_result(found))
-        differing = [name for name, value in known.items() if not _values_agree(value, found.metrics.get(name))]
+        agrees = partial(math.isclose, rel_tol=RELATIVE_SCORE_TOLERANCE, abs_tol=RELATIVE_SCORE_TOLERANCE)
+        differing = [name for name, value in known.items() if not agrees(value, found.metrics.get(name, math.nan))]
         named = [name for name in known if name == self.results.metric]
         shown = differing or named or list(known)[:1]
         text = ", ".join(
             f"{name} {known[name]:.6g} recorded, {found.metrics.get(name, math.nan):.6g} now" for name in shown
         )
-        return CheckResult(what="accuracy", holds=not differing, found=f"{text}{self._check_recorded_loss()}")
-
-    def _check_recorded_loss(self) -> str:
-        """Return a text with the recorded loss of the row and the bound, or "" without a recorded loss."""
         results, row = self.results, self.row.id
-        drop, bound = results.drop(row), results.allowed
-        if drop is None or row == FLOAT_ROW or results.metric is None or results.metric in METRIC_CAPS:
-            return ""
-        reference, own = (decode_accuracy(results.scores[name]) for name in (FLOAT_ROW, row))
-        interval = Interval(value=drop, low=math.nan, high=math.nan)
-        with suppress(ValueError):  # the record allows none
-            estimate = drop_estimate(reference, own, results.metric, higher_is_better=results.higher_is_better)
-            interval = interval if estimate is None else estimate.interval
-        shown = f"; drop {format_drop(interval, results.metric)}"
-        if bound is None:
-            return f"{shown}, no bound"
-        return f"{shown}, {'beyond' if results.goal.loss_excess(drop) else 'within'} the bound {bound:g}"
+        drop, bound, metric = results.drop(row), results.allowed, results.metric
+        if drop is not None and row != FLOAT_ROW and metric is not None and metric not in METRIC_CAPS:
+            reference, own = (decode_accuracy(results.scores[name]) for name in (FLOAT_ROW, row))
+            interval = Interval(value=drop, low=math.nan, high=math.nan)
+            with suppress(ValueError):  # the record allows none
+                estimate = drop_estimate(reference, own, metric, higher_is_better=results.higher_is_better)
+                interval = interval if estimate is None else estimate.interval
+            side = "beyond" if results.goal.loss_excess(drop) else "within"
+            limit = "no bound" if bound is None else f"{side} the bound {bound:g}"
+            text = f"{text}; drop {format_drop(interval, metric)}, {limit}"
+        return CheckResult(what="accuracy", holds=not differing, found=text)
 
     def _check_outputs(self, engines: Engines, task: Task) -> CheckResult:
         """Compare the outputs in the runtime with those of a reference execution of the file."""
@@ -293,12 +290,6 @@ def speedup_agrees(recorded: Interval, now: Interval, noise: float) -> bool | No
         return False
     hidden = recorded.low - 1 <= noise or now.low <= 1
     return None if recorded.low > 1 and hidden else True
-
-
-def _values_agree(recorded: float, found: float | None) -> bool:
-    return found is not None and math.isclose(
-        recorded, found, rel_tol=RELATIVE_SCORE_TOLERANCE, abs_tol=RELATIVE_SCORE_TOLERANCE
-    )
 
 
 def _format_interval(interval: Interval) -> str:

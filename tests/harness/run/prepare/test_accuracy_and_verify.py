@@ -173,7 +173,7 @@ def test_accuracy_objective_meets_latency_bound(folder):
 def test_resumed_run_does_not_score_again(front, folder, monkeypatch):
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     monkeypatch.setattr(
-        "harness.run.prepare.accuracy_store._evaluate", lambda *_, **__: pytest.fail("everything is scored already")
+        "harness.run.prepare.accuracy_store.scoring_progress", lambda *_: pytest.fail("everything is scored already")
     )
     assert qdq("run", str(folder / "front.yaml"), "--out", str(folder / "front")) == 0
     assert before == {path: path.read_bytes() for path in before}

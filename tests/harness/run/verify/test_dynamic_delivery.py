@@ -32,7 +32,6 @@ from harness.graph.rules.dialects import load_dialect
 from harness.results.artifacts import ExportedModel, FinalistSet
 from harness.run.verify import dynamic_check
 from harness.run.verify.dynamic_check import (
-    DynamicCheckFiles,
     DynamicCheckTarget,
     DynamicModel,
     other_shapes,
@@ -318,7 +317,7 @@ FAR, COUNTS, SHORT = (9 * ONES[0], ONES[1]), (ONES[0], ONES[1] + 1), (ONES[0][:3
     ],
 )
 def test_dynamic_files_are_checked_at_each_size_in_each_runtime(monkeypatch, runtime, file, outputs, at, said):
-    files = DynamicCheckFiles(**{name: Path(name) for name in ("floating", "fixed", "dynamic")})
+    files = {name: Path(name) for name in ("floating", "fixed", "dynamic")}
 
     def open_model(run_runtime, path):
         is_changed = (run_runtime, path.name) == (runtime, file)
@@ -336,7 +335,7 @@ def test_dynamic_files_are_checked_at_each_size_in_each_runtime(monkeypatch, run
     monkeypatch.setattr(dynamic_check, "call_in_helper_process", lambda what, work, *args, **_: work(*args))
     for name in ("onnxruntime", "openvino"):
         monkeypatch.setattr(dynamic_check, f"_open_{name}", partial(open_model, name))
-    target = DynamicCheckTarget(axes=AXES, types={"x": TensorType("float", SEARCHED)}, files=files)
+    target = DynamicCheckTarget(axes=AXES, types={"x": TensorType("float", SEARCHED)}, **files)
     with pytest.raises(UserError, match=re.escape(said[1:])) if said[0] == "!" else nullcontext():
         assert said in dynamic_check.check_dynamic_model(target, "onnxruntime")
 
