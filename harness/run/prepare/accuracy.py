@@ -106,13 +106,11 @@ class Scoring:
         if None in known.values():
             known = dict(self.prepare_evaluators(store, model_file))
         self._check_expected_score(known.get(MAIN_BENCHMARKER))
-        scores = [(known[name], use) for name, use in self.evaluators.items() if name != PROXY_EVALUATOR]
-        warnings = (
-            low_reference_warning(score, self.metric, self.higher_is_better, use.params)
-            for score, use in scores
-            if score
-        )
-        said, main = next(filter(None, warnings), ""), known.get(MAIN_BENCHMARKER)
+        said, main = "", known.get(MAIN_BENCHMARKER)
+        for name, score in known.items():
+            if score is not None and name != PROXY_EVALUATOR:
+                params = self.evaluators[name].params
+                said = said or low_reference_warning(score, self.metric, self.higher_is_better, params)
         # A metric that compares with the float model says nothing about it.
         if not said and main is not None and self.metric in main.metrics and self.metric not in METRIC_CAPS:
             samples = f" on {len(main.per_item)} samples" if main.per_item else ""
@@ -386,9 +384,10 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
             if bound is None:
                 words = f"none; {metric_name(metric)} is scored without a bound"
             elif metric in METRIC_CAPS and not isinstance(bound, str):
+                cap = METRIC_CAPS[metric]
                 words = (
-                    f"{metric_name(metric)} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's "
-                    f"own counts as {METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
+                    f"{metric_name(metric)} has to be {cap - bound:g} dB or more, for the float model's own counts as "
+                    f"{cap:g}; INT8 has 20 to 50 dB as a rule"
                 )
             else:
                 if isinstance(bound, str):

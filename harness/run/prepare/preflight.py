@@ -245,15 +245,7 @@ def try_float_model(
     The trial is skipped for an evaluator with data of an unknown kind (the later score of the float model covers it),
     and for a model that ONNX Runtime does not run (the calibration reports it).
 
-    Args:
-        spec: Entry of the model in the experiment.
-        model: The float model.
-        data: Cache of the experiment's data.
-        work: Scratch folder.
-        limits: Limits of the worker.
-
-    Returns:
-        A remark on a score close to 0, else ""; and the seconds that the score of all samples would take, or None.
+    Returns a remark on a score close to 0, else "", and the seconds that the score of all samples would take, or None.
 
     Raises:
         UserError: The float model cannot be scored, or its score is 0 and `expect` does not make that plausible.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from harness.base.statistics import Interval, median_ci
 from harness.config.sections import Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
+from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Candidate
 from harness.results.search_log import PREDICTED_METRIC, PROXY, Goal
 from harness.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, WorkerKilled
@@ -219,20 +220,7 @@ def measure(
             samples = engines.sample(built.handle, sampling, rival if noise.racing else None, level_ms)
             if isinstance(samples, Failed):
                 return samples
-            measured = Measured(
-                samples_ms=samples.latency_ms,
-                discarded_ms=samples.discarded_ms,
-                raw_ms=samples.raw_ms,
-                reference_ms=samples.reference_ms,
-                disturbance=samples.disturbance,
-                warmup=samples.warmup,
-                stable=samples.stable,
-                saved=samples.saved,
-                conditions=samples.conditions,
-                build_s=built.build_s,
-                measure_s=samples.measure_s,
-                info=built.info,
-            )
+            measured = _make_record(built, samples)
             outcome = gate.evaluate_accuracy(engines, built.handle, measured, incumbent) if scored else measured
         finally:
             started_s = time.perf_counter()
@@ -255,6 +243,23 @@ def measure(
         if again.stable and (confirms or not first.stable):
             break
     return _merge_rebuilds(taken)
+
+
+def _make_record(built: BuiltEngine, samples: Samples) -> Measured:
+    return Measured(
+        samples_ms=samples.latency_ms,
+        discarded_ms=samples.discarded_ms,
+        raw_ms=samples.raw_ms,
+        reference_ms=samples.reference_ms,
+        disturbance=samples.disturbance,
+        warmup=samples.warmup,
+        stable=samples.stable,
+        saved=samples.saved,
+        conditions=samples.conditions,
+        build_s=built.build_s,
+        measure_s=samples.measure_s,
+        info=built.info,
+    )
 
 
 def _is_clearly_faster(measured: Measured, rival: Interval, noise: NoisePolicy) -> bool:
