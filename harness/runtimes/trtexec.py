@@ -138,21 +138,6 @@ def build_flags(source: ParsedSource, engine: Path, options: TensorRTParameters,
     return flags
 
 
-def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *, graph: bool) -> list[str]:
-    """Return the arguments that time an engine with spin wait, without data transfers, and as a CUDA graph if `graph`.
-
-    Dynamic inputs get the shape `opt` of their profile; `major` is the major version of trtexec.
-    """
-    flags = [f"--loadEngine={engine}"]
-    if major < STRONG_TYPING_ONLY_MAJOR:
-        flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
-    elif not graph:
-        flags.append("--noCudaGraph")
-    if profiles:
-        flags.append(f"--shapes={_shape_flag(profiles, 'opt')}")
-    return flags
-
-
 def read_times(path: Path, warm_up_ms: float) -> list[float]:
     """Return the GPU compute time of each inference in ms, from the file of --exportTimes.
 
@@ -350,8 +335,18 @@ class TrtexecBenchmarker(TensorRTParameters):
         """
         tool, plan = self._trtexec_handle, workdir / "model.plan"
         source = self.source(candidate.source(), workdir, tool.device)
-        flags = build_flags(source, plan, self, tool.major)
-        output = self._run_trtexec([*flags, *self._cache_flags(workdir)], BuildFailed)
+        flags, cached = build_flags(source, plan, self, tool.major), list[str]()
+        if self.timing_cache != "cold":
+            cache = self.timing_cache_path(f"trtexec-{tool.version}", tool.device)
+            if self.timing_cache == "frozen":
+                if not cache.is_file():
+                    raise UserError(
+                        f"timing cache {cache}: no such file, and a frozen cache is never made; run shared once"
+                    )
+                cache = Path(shutil.copy(cache, workdir / "timing.cache"))  # because trtexec writes to it
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            cached.append(f"--timingCacheFile={cache}")
+        output = self._run_trtexec([*flags, *cached], BuildFailed)
         if not plan.is_file():
             raise BuildFailed(f"trtexec wrote no engine: {error_lines(output)}")
         inputs, outputs = read_io_dtypes(source.structure)
@@ -411,21 +406,15 @@ class TrtexecBenchmarker(TensorRTParameters):
         Raises:
             MeasureFailed: trtexec fails or takes too long.
         """
-        flags = run_flags(engine.plan, engine.profiles, self._trtexec_handle.major, graph=self.cuda_graph)
+        # Spin wait, no data transfers, and a CUDA graph if it is wanted; dynamic inputs have the shape `opt`.
+        flags = [f"--loadEngine={engine.plan}"]
+        if self._trtexec_handle.major < STRONG_TYPING_ONLY_MAJOR:
+            flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if self.cuda_graph else [])]
+        elif not self.cuda_graph:
+            flags.append("--noCudaGraph")
+        if engine.profiles:
+            flags.append(f"--shapes={_shape_flag(engine.profiles, 'opt')}")
         return self._run_trtexec([*flags, *arguments], MeasureFailed)
-
-    def _cache_flags(self, workdir: Path) -> list[str]:
-        """Return the arguments for the timing cache; a frozen one is copied, because trtexec writes to it."""
-        if self.timing_cache == "cold":
-            return []
-        tool = self._trtexec_handle
-        file = self.timing_cache_path(f"trtexec-{tool.version}", tool.device)
-        if self.timing_cache == "frozen":
-            if not file.is_file():
-                raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")
-            file = Path(shutil.copy(file, workdir / "timing.cache"))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return [f"--timingCacheFile={file}"]
 
     def _run_trtexec(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
         plugins = [f"--staticPlugins={path}" for path in self.plugin_paths]
@@ -446,7 +435,15 @@ class _TrtexecProbe:
         if time.monotonic() - self._taken_s > MAX_LEFTOVER_AGE_S:
             self._left.clear()
         if len(self._left) < n:
-            self._run_series(n)
+            times = self._engine.plan.parent / "times.json"
+            times.unlink(missing_ok=True)
+            wanted, warm_up_ms = max(MIN_ITERATIONS, n - len(self._left)), self._owner.warm_up_ms
+            flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
+            self._owner.trtexec(self._engine, flags)
+            self._left.extend(read_times(times, warm_up_ms))
+            self._taken_s = time.monotonic()
+        if len(self._left) < n:
+            raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")
         return [self._left.popleft() for _ in range(n)]
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -471,15 +468,3 @@ class _TrtexecProbe:
             name: to_float32(np.asarray(found[name][1]).reshape(found[name][0]).astype(dtype))
             for name, dtype in engine.outputs.items()
         }
-
-    def _run_series(self, n: int) -> None:
-        times = self._engine.plan.parent / "times.json"
-        times.unlink(missing_ok=True)
-        wanted = max(MIN_ITERATIONS, n - len(self._left))
-        warm_up_ms = self._owner.warm_up_ms
-        flags = [f"--iterations={wanted}", "--duration=0", f"--warmUp={warm_up_ms:g}", f"--exportTimes={times}"]
-        self._owner.trtexec(self._engine, flags)
-        self._left.extend(read_times(times, warm_up_ms))
-        self._taken_s = time.monotonic()
-        if len(self._left) < n:
-            raise MeasureFailed(f"trtexec gave {len(self._left)} readings where {n} were asked for")

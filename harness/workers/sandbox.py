@@ -458,7 +458,11 @@ class InProcess(Engines):
                     try:
                         engine.opened.close()
                     finally:
-                        self._recycle_workdir(engine.workdir)
+                        # An empty folder is kept for the next engine: to remove one takes 3 ms or more.
+                        if engine.workdir.is_dir() and not any(engine.workdir.iterdir()):
+                            self._spare_workdirs.append(engine.workdir)
+                        else:
+                            shutil.rmtree(engine.workdir, ignore_errors=True)
         return None
 
     def _sample(self, request: Sample) -> Samples:
@@ -503,14 +507,6 @@ class InProcess(Engines):
             candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: path)
             self._reference = self._build(candidate, MAIN_BENCHMARKER).handle
         return self._probe(self._reference)
-
-    def _recycle_workdir(self, workdir: Path) -> None:
-        """Keep an empty folder for the next engine, because the removal of a folder takes 3 ms or more."""
-        with suppress(OSError):
-            if not any(workdir.iterdir()):
-                self._spare_workdirs.append(workdir)
-                return
-        shutil.rmtree(workdir, ignore_errors=True)
 
 
 def serve(fd: int) -> None:
