@@ -7,7 +7,6 @@ with a gap below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +79,10 @@ class MagnitudeHistogram:
         rest, counts = self.bins[first:], self.counts[first:]
         if not rest.size or _bin_lower_bound(rest[-1]) < MIN_SENTINEL_MAGNITUDE:
             return False
-        below = int(np.searchsorted(rest, _bin_number(_bin_lower_bound(rest[-1]) / _QUANTIZATION_LEVELS)))
-        for start in _iter_cluster_starts(rest):
+        step = np.array(_bin_lower_bound(rest[-1]) / _QUANTIZATION_LEVELS, np.float32)
+        below = int(np.searchsorted(rest, int(step.view(np.uint32) >> 16)))
+        starts = [0, *map(int, np.flatnonzero(np.diff(rest) > _MIN_GAP_RATIO) + 1)]
+        for start in starts[: -_MAX_CLUSTER_COUNT - 1 : -1]:  # of the clusters, from the largest magnitudes down
             width, count = rest[-1] - rest[start], counts[start:].sum()
             if (
                 not start
@@ -108,15 +109,5 @@ def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
     return spread.has_sentinel if alone else spread.is_collapsed_by_sentinel
 
 
-def _iter_cluster_starts(bins: npt.NDArray[np.int64]) -> Iterator[int]:
-    """Yield where the clusters of the largest magnitudes start, from the largest down."""
-    starts = [0, *(np.flatnonzero(np.diff(bins) > _MIN_GAP_RATIO) + 1)]
-    yield from map(int, starts[: -_MAX_CLUSTER_COUNT - 1 : -1])
-
-
 def _bin_lower_bound(number: np.int64) -> float:
     return float(np.array(number << 16, np.uint32).view(np.float32))
-
-
-def _bin_number(magnitude: float) -> int:
-    return int(np.array(magnitude, np.float32).view(np.uint32) >> 16)
