@@ -122,16 +122,6 @@ class TaskResults:
         return None if name is None else str(name)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks on the activations of the calibration data."""
-        return tuple(self.facts.get("calibration_remarks", ()))
-
-    @property
-    def cache_remarks(self) -> tuple[str, ...]:
-        """Remarks on schemes of pattern caches that were measured on another runtime or device."""
-        return tuple(self.facts.get("cache_remarks", ()))
-
-    @property
     def tool_methods(self) -> Mapping[str, str]:
         """Calibration method of each PTQ tool that uses another one than the experiment."""
         return dict(self.facts.get("tool_methods", {}))

@@ -195,12 +195,16 @@ def main_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
         disturbed = [n for n, row in rows[task.name].items() if row in summaries and summaries[row].fully_disturbed]
         if disturbed:
             yield f"All turns were disturbed, {task.name}: {', '.join(disturbed)}. Repeat on a quiet machine."
-    yield from (f"Calibration of {task.name}: {text}." for task in tasks for text in task.remarks)
+    yield from (
+        f"Calibration of {task.name}: {text}." for task in tasks for text in task.facts.get("calibration_remarks", ())
+    )
     for task in tasks:
         yield from recovery_notes(task)
         yield from _cross_fitting_notes(task)
         yield from _class_notes(task, rows[task.name])
-    yield from (f"Initial placements of {task.name}: {text}." for task in tasks for text in task.cache_remarks)
+    yield from (
+        f"Initial placements of {task.name}: {text}." for task in tasks for text in task.facts.get("cache_remarks", ())
+    )
     for task in tasks:
         if methods := ", ".join(f"{name} by {method}" for name, method in task.tool_methods.items()):
             requested = task.facts.get("calibration", {}).get("method")
