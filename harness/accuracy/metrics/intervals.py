@@ -316,8 +316,10 @@ def resample_metric(facts: Mapping[str, Any], metric: str, drawing: WeightsFacto
 
 
 def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
-    weights = drawing(len(values))
-    return weights @ np.asarray(values, np.float64) / weights.sum(axis=1), len(values)
+    weights, each = drawing(len(values)), np.asarray(values, np.float64)
+    if each.ndim != 1:
+        raise ValueError(f"one value per image is needed, but got an array with {each.ndim} axes")
+    return weights @ each / weights.sum(axis=1), len(values)
 
 
 def decode_mixable(mixable: str, metric: str) -> dict[str, Any]:
