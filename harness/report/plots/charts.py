@@ -348,6 +348,7 @@ def draw_chart(chart: Chart, title: str, path: Path | None = None) -> Figure:
         path: Output path without suffix; None: nothing is written.
     """
     with plot_files(path, height=chart.height) as axes:
+        axes.use_sticky_edges = False  # bars would touch the frame
         for marks in chart.marks:
             _draw_marks(axes, marks)
         if chart.level is not None:
