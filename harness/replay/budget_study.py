@@ -126,7 +126,6 @@ def budget_tables(
     """
     budgets, names = study.budgets, list(results[0].searches)
     seeds, tables = describe_seed_counts(results, study), pluralize(len(results), "table")
-    initial = pluralize(len(study.initial), "initial placement")
     lines = []
     for name in (RANDOM_LABEL, *names):
         figures = {f"mean_{n}": [r.regret_percent(name)[:, n - 1].mean() for r in results] for n in budgets}
@@ -156,9 +155,9 @@ def budget_tables(
         "budget",
         "Budgets",
         [_regret_line(result, name, budgets) for result in results for name in (RANDOM_LABEL, *names)],
-        f"Latency of the incumbent above the table's optimum in %: median over {seeds} [quartiles]. {initial} of every "
-        f"search, also of random search, {'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off "
-        f"the same searches. {RISES}",
+        f"Latency of the incumbent above the table's optimum in %: median over {seeds} [quartiles]. "
+        f"{pluralize(len(study.initial), 'initial placement')} of every search, also of random search, "
+        f"{'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off the same searches. {RISES}",
     )
     reach = _make_table(
         "reach",
