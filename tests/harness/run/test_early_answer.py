@@ -41,6 +41,12 @@ def experiment(folder: Path, more: str = "") -> Experiment:
     return parse_experiment(YAML.format(model=builder.save(folder / "net.onnx")) + more, "test", folder)
 
 
+def answers_of(folder: Path, config: Experiment) -> list[EarlyAnswer]:
+    answers: list[EarlyAnswer] = []
+    run_experiment(config, out=folder / "out", observer=NullProgress(), answers=answers.append)
+    return answers
+
+
 @pytest.fixture
 def compared(monkeypatch):
     """Return the list to which each comparison of an early answer appends the digest of its row."""
@@ -80,13 +86,11 @@ def test_first_answer_precedes_search_and_speedups_increase(tmp_path, compared):
 
 
 def test_first_answer_under_accuracy_bound_follows_scoring(tmp_path, compared, monkeypatch):
-    answers: list[EarlyAnswer] = []
-
     def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
         return EarlyAnswers(*arguments, **{**options, "metric": "top1"})
 
     monkeypatch.setattr("harness.run.runner.EarlyAnswers", bounded)
-    run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    answers = answers_of(tmp_path, experiment(tmp_path))
     assert answers[0].evaluations == 2
     assert answers[0].digest not in compared
 
@@ -112,17 +116,13 @@ def interrupt() -> None:
 
 
 def test_no_early_answer_with_parallel_workers(tmp_path):
-    answers: list[EarlyAnswer] = []
-    found = experiment(tmp_path, more="executor: {workers: 2}")
-    run_experiment(found, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
-    assert not answers
+    assert not answers_of(tmp_path, experiment(tmp_path, more="executor: {workers: 2}"))
 
 
 def test_run_without_time_left_evaluates_answered_placements(tmp_path):
-    answers: list[EarlyAnswer] = []
-    config = experiment(tmp_path, more="")
+    config = experiment(tmp_path)
     config = config.model_copy(update={"budget": config.budget.model_copy(update={"task_minutes": 1e-5})})
-    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    answers = answers_of(tmp_path, config)
     (journal,) = (tmp_path / "out").glob("*/runs/*.jsonl*")
     evaluated = {entry.proposal.digest for entry in read_journal(tmp_path / journal) if entry.result}
     assert evaluated == {answer.digest for answer in answers} | {"e3b0c44298fc1c14"}, "and the float model"
@@ -150,8 +150,7 @@ def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(tmp_path, m
 def test_failed_initial_placement_does_not_prevent_answer(tmp_path):
     text = YAML.replace("noise: 0.001", "noise: 0.001, failure_rate: 0.5, seed: 3").replace("[float, ", "[float, all, ")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
-    answers: list[EarlyAnswer] = []
-    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    answers = answers_of(tmp_path, config)
     assert answers
     assert all(answer.speedup > 1 for answer in answers)
 
@@ -159,8 +158,7 @@ def test_failed_initial_placement_does_not_prevent_answer(tmp_path):
 def test_search_without_initial_placements_gives_answers(tmp_path, compared):
     text = YAML.replace("[random]", "[{{use: random, without: [initial]}}]")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
-    answers: list[EarlyAnswer] = []
-    run_experiment(config, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    answers = answers_of(tmp_path, config)
     assert answers
     assert {answer.digest for answer in answers} <= set(compared), "nothing was timed with the noise floor"
 
@@ -172,7 +170,6 @@ def test_answer_is_confirmed_later_if_baseline_lacks_memory(tmp_path, compared, 
         return run_comparison(comparison, *arguments)
 
     monkeypatch.setattr("harness.run.confirm.confirmation.run_comparison", refuse)
-    answers: list[EarlyAnswer] = []
-    run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
+    answers = answers_of(tmp_path, experiment(tmp_path))
     assert answers[0].evaluations == 2
     assert answers[0].digest in compared

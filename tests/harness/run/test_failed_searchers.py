@@ -244,12 +244,3 @@ def test_fixed_searcher_restarts_after_interruption(copy, ran, marks):
     assert "it starts again (old journal: Asks-1.1.jsonl)" in again(copy)[1]
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert read_termination(journal(copy, "Asks")) is None
-
-
-def test_resume_with_other_proposals_is_refused_without_failure(copy, marks):
-    marks("mended")
-    again(copy)
-    marks("other")
-    status, said = again(copy)
-    assert status == 2
-    assert "resume refused at proposal 2" in said

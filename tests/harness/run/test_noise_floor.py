@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from turns import Listening
 
 from harness.base.errors import UserError
 from harness.base.files import read_json
@@ -26,14 +27,6 @@ EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")
 FACTS = {"name": "simulated", "version": "1"}
 
 
-class Loud(NullProgress):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 @pytest.fixture
 def model(tmp_path):
     path = tmp_path / "net.onnx"
@@ -44,7 +37,7 @@ def model(tmp_path):
 def noise_floor(
     model: Path, experiment: Experiment = EXPERIMENT, version: str = "1", **params: float
 ) -> tuple[float, list[str]]:
-    observer = Loud()
+    observer = Listening()
     use = PluginSpec(use="simulated", params={"build_noise": 0.03, **params})
     worker = WorkerSpec(benchmarkers={"main": use}, workdir=model.parent / "work")
     facts = {**FACTS, "version": version}
@@ -79,22 +72,12 @@ def test_noise_floor_measures_rebuilds_and_is_stored(model):
     }
 
 
-def test_a_quiet_machine_has_a_small_floor(model):
-    assert noise_floor(model, build_noise=0.0, noise=0.001)[0] < 0.005
-
-
 def test_the_floor_of_another_model_or_runtime_is_refused(model):
     noise_floor(model)
     with pytest.raises(UserError, match=r"(?s)floor\.json: .*backend\.version: '1' -> '2'"):
         noise_floor(model, version="2")
     model.write_bytes(b"another net")
     with pytest.raises(UserError, match=r"(?s)floor\.json: .*model_sha256"):
-        noise_floor(model)
-
-
-def test_damaged_noise_floor_file_is_refused(model):
-    (model.parent / "noise_floor.json").write_text("{")
-    with pytest.raises(UserError, match=r"floor\.json: cannot be read"):
         noise_floor(model)
 
 

@@ -87,12 +87,3 @@ def test_mixed_search_proposes_only_timed_precisions(out):
 
 def test_baseline_at_unavailable_precision_has_reason(out):
     assert rows(out, "int8")["linear-fp8"]["verdict"] == "no fp8 at precision int8"
-
-
-def test_a_backend_without_the_precision_is_refused(out, capsys):
-    other = out.parent / "other.yaml"
-    other.write_text(
-        EXPERIMENT.replace("{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}", "onnxruntime")
-    )
-    assert qdq("run", str(other), "--out", str(out.parent / "never")) == 2
-    assert "precision 'fp8': backend 'onnxruntime' runs int8" in capsys.readouterr().err

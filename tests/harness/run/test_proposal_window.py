@@ -147,15 +147,6 @@ def test_window_runs_proposals_concurrently_initial_first(tmp_path):
     assert [o.digest for o in searcher.told[:3]] == [SPACE.digest(seed.placement) for seed in SEEDS]
 
 
-def test_window_of_one_alternates_ask_and_tell(tmp_path):
-    executor, _ = search(tmp_path / "j.jsonl", 0, window=1)
-    lines = (tmp_path / "j.jsonl").read_text().splitlines()[1:]
-    kinds = ["asked" if '"kind":"proposal"' in line else "told" for line in lines]
-    unique = [kind for kind, line in zip(kinds, lines, strict=True) if '"duplicate_of":null' in line or kind == "told"]
-    assert unique == ["asked", "told"] * 14
-    assert executor.most == 1
-
-
 def test_failed_trials_are_retried_once_and_replayed_in_order(tmp_path):
     path = tmp_path / "j.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -179,15 +170,6 @@ def test_failed_trials_are_retried_once_and_replayed_in_order(tmp_path):
     best = list(iter_incumbents(read_journal(path), Goal()))[-1]
     assert best.score.objective == pytest.approx(5.1)
     assert best.evaluations <= 14
-
-
-def test_finished_run_retries_failed_trials_once(tmp_path):
-    path = tmp_path / "j.jsonl"
-    search(path, 0, window=1)
-    failed = {e.proposal.digest for e in read_journal(path) if e.result and isinstance(e.result.outcome, Failed)}
-    executor, _ = search(path, 0, window=1, retry_failed=True)
-    assert set(executor.made) == failed
-    assert Counter(executor.made).most_common(1)[0][1] == 1
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])

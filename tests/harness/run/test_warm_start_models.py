@@ -156,11 +156,6 @@ def test_tool_model_of_other_precision_is_not_selected(folder, tmp_path):
     assert "mine" not in found.values()
 
 
-def test_trace_finds_row_of_tool_model_by_method(fast, capsys):
-    assert qdq("report", str(fast), "--trace", "mine:speedup") == 0
-    assert "mine" in capsys.readouterr().out
-
-
 def test_slow_tool_model_is_not_selected(folder):
     out = run(folder, "slow")
     assert choices(out)["random", 12].row not in {"mine", ""}
@@ -176,29 +171,18 @@ def test_failed_tool_model_leaves_selection_to_evaluated(folder, capsys):
     )
 
 
-@pytest.mark.parametrize(("close", "first"), [(["aa", "bb", "mine"], "bb"), (["mine"], "mine"), (["aa"], "aa")])
-def test_tool_model_is_selected_if_faster_but_not_on_tie(close, first, tmp_path):
-    leaders = [
-        *(
-            Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
-            for d in ("aa", "bb")
-        ),
-        WarmStartModel(digest="mine", placement_digest="0", path=tmp_path / "mine.onnx", pairs=1),
-    ]
-    ordered = rank_finalists(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2})
-    assert ordered[0].digest == first
-
-
 @pytest.mark.parametrize(
-    ("losses", "first"),
+    ("close", "losses", "first"),
     [
-        ({}, "bb"),
-        ({"aa": 0.002, "bb": 0.004, "mine": 0.003}, "aa"),
-        ({"aa": 0.004, "bb": 0.004, "mine": 0.003}, "mine"),
-        ({"aa": 0.004, "bb": 0.004, "mine": 0.004}, "mine"),
+        (["aa", "bb", "mine"], {}, "bb"),
+        (["mine"], {}, "mine"),
+        (["aa"], {}, "aa"),
+        (["aa", "bb", "mine"], {"aa": 0.002, "bb": 0.004, "mine": 0.003}, "aa"),
+        (["aa", "bb", "mine"], {"aa": 0.004, "bb": 0.004, "mine": 0.003}, "mine"),
+        (["aa", "bb", "mine"], {"aa": 0.004, "bb": 0.004, "mine": 0.004}, "mine"),
     ],
 )
-def test_tied_finalists_are_ranked_by_loss(losses, first, tmp_path):
+def test_tool_model_is_selected_if_faster_and_ties_are_ranked_by_loss(close, losses, first, tmp_path):
     leaders = [
         *(
             Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
@@ -206,7 +190,7 @@ def test_tied_finalists_are_ranked_by_loss(losses, first, tmp_path):
         ),
         WarmStartModel(digest="mine", placement_digest="0", path=tmp_path / "mine.onnx", pairs=1),
     ]
-    ordered = rank_finalists(leaders, ["aa", "bb", "mine"], {"aa": 2.0, "bb": 2.1, "mine": 2.2}, losses)
+    ordered = rank_finalists(leaders, close, {"aa": 2.0, "bb": 2.1, "mine": 2.2}, losses)
     assert ordered[0].digest == first
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from small import save_chain
+from small import qdq, save_chain
 from stored import forget_task, read_records, replace_text, unpack, write_records
 
 from harness.base.files import read_json, write_json
 from harness.base.statistics import Interval
-from harness.cli.main import main
+from harness.graph.io.digests import digest_file
 from harness.graph.pattern_cache import read_cache
 from harness.results.journal import read_journal
 from harness.results.lines import restore_lines
@@ -60,14 +60,6 @@ def folder(tmp_path_factory):
         np.savez(folder / f"{name}.npz", x=rng.normal(size=(rows, 3, 8, 8)).astype(np.float32))
     (folder / "near_plugins.py").write_text(PLUGINS)
     return folder
-
-
-def qdq(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def run(folder: Path, name: str, objective: str, searcher: str = "random") -> Path:
@@ -125,25 +117,21 @@ def journal(task: Path) -> list[Any]:
     return [entry.result.outcome for entry in read_journal(path) if entry.result is not None]
 
 
-def read(path: Path) -> Any:
-    return read_json(path)
-
-
 def test_searches_see_one_half_and_finalists_are_scored_on_the_other(front):
-    scores = read(front / "accuracy.json")
+    scores = read_json(front / "accuracy.json")
     images = {name.partition(" ")[2]: len(score["per_item"]) for name, score in scores.items()}
     assert images.keys() == {"main", "main search", "main proxy"}
     assert images["main"] + images["main search"] == 40
     assert images["main proxy"] == 2
     seen = {len(outcome.per_item) for outcome in journal(front) if outcome.per_item}
     assert seen == {images["main search"]}
-    goal = read(front / "task.json")["goal"]
+    goal = read_json(front / "task.json")["goal"]
     reference = next(score for name, score in scores.items() if name.endswith(" main search"))
     assert goal["reference"] == reference["metrics"]["cosine"]
 
 
 def test_pareto_search_has_several_finalists_with_scoring_counts(front):
-    picks = [pick for pick in read(front / "rows.json")["picks"] if pick["kind"] == "search"]
+    picks = [pick for pick in read_json(front / "rows.json")["picks"] if pick["kind"] == "search"]
     assert {pick["rank"] for pick in picks if pick["budget"] == 5} == {0}
     assert len([pick for pick in picks if pick["budget"] == 8]) >= 2
     full = sum("cosine" in outcome.metrics for outcome in journal(front))
@@ -155,9 +143,9 @@ def test_pareto_search_has_several_finalists_with_scoring_counts(front):
 
 def test_accuracy_objective_meets_latency_bound(folder):
     task = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
-    goal = read(task / "task.json")["goal"]
+    goal = read_json(task / "task.json")["goal"]
     assert goal["max_latency_ms"] == pytest.approx(9.0)
-    pick = next(p for p in read(task / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
+    pick = next(p for p in read_json(task / "rows.json")["picks"] if p["kind"] == "search" and p["budget"] == 8)
     fast = [outcome.samples_ms[0] for outcome in journal(task) if outcome.samples_ms[0] <= 9.0]
     assert pick["search_ms"] == pytest.approx(max(fast)), "speed costs accuracy, so the slowest that is fast enough"
     assert all(("cosine" in outcome.metrics) == (outcome.samples_ms[0] <= 9.0) for outcome in journal(task))
@@ -210,12 +198,12 @@ def copy(front, tmp_path):
 
 
 def models(task: Path) -> dict[str, Path]:
-    return {row["id"]: task / "models" / row["file"] for row in read(task / "rows.json")["rows"]}
+    return {row["id"]: task / "models" / row["file"] for row in read_json(task / "rows.json")["rows"]}
 
 
 def test_verify_confirms_every_exported_file(front, folder, capsys):
     found = models(front)
-    (placement,) = [row["id"] for row in read(front / "rows.json")["rows"] if row["choices"] is not None][:1]
+    (placement,) = [row["id"] for row in read_json(front / "rows.json")["rows"] if row["choices"] is not None][:1]
     for name in ("float", placement):
         assert qdq("verify", str(found[name]), "--base", str(folder)) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -225,9 +213,32 @@ def test_verify_confirms_every_exported_file(front, folder, capsys):
         assert (lost is not None) == (name != "float")
 
 
+def placed(task: Path) -> list[str]:
+    """The rows of placements, the one with the lowest score first."""
+    scores = read_json(task / "accuracy.json")
+    rows = [row for row in read_json(task / "rows.json")["rows"] if row["choices"] is not None]
+    return [row["id"] for row in sorted(rows, key=lambda row: _cosine(scores, row["sha256"]))]
+
+
+def _cosine(scores: Any, sha256: str) -> float:
+    return float(scores[f"{sha256} main"]["metrics"]["cosine"])
+
+
+def change_models(copy: Path, change: Any) -> None:
+    """Change the models of the stored experiment."""
+    reopen_results(copy.parent)
+    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
+    change(stored)
+    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+
+
+def without_evaluator(stored: Any) -> None:
+    stored["models"][0]["evaluator"], stored["objective"] = None, {}
+
+
 def changed(path: Path, change: Any) -> None:
     forget_task(path.parent)
-    body = read(path)
+    body = read_json(path)
     change(body)
     write_json(path, body)
 
@@ -243,11 +254,9 @@ def set_bound(task: Path, bound: float) -> None:
 @pytest.mark.parametrize(("bound", "expected"), [(0.0, "beyond the bound 0"), (0.9, "within the bound 0.9")])
 def test_verify_compares_drop_with_bound(copy, folder, capsys, bound, expected):
     set_bound(copy, bound)
-    scores = read(copy / "accuracy.json")
-    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
-    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
+    worst = placed(copy)[0]
     broken = expected.startswith("beyond")
-    assert qdq("verify", str(models(copy)[worst["id"]]), "--base", str(folder)) == int(broken)
+    assert qdq("verify", str(models(copy)[worst]), "--base", str(folder)) == int(broken)
     lines = {line.partition(":")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["accuracy"].startswith("accuracy: ok: ")
     assert lines["accuracy"].endswith(f", {expected}")
@@ -258,45 +267,31 @@ def test_verify_compares_drop_with_bound(copy, folder, capsys, bound, expected):
 @pytest.mark.parametrize(("bound", "status"), [("0", 1), ("0%", 1), ("90%", 0), ("0.9", 0), ("-1", 2), ("half", 2)])
 def test_verify_max_drop_replaces_experiment_bound(copy, folder, capsys, bound, status):
     """It counts in the place of the experiment's, which has none here; one score fewer does not loosen it."""
-    scores = read(copy / "accuracy.json")
-    rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
-    worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
-    changed(copy / "accuracy.json", lambda body: body.pop(f"{worst['sha256']} main"))
-    file = str(models(copy)[worst["id"]])
-    assert qdq("verify", file, "--base", str(folder), "--max-drop", bound) == status
+    file = models(copy)[placed(copy)[0]]
+    changed(copy / "accuracy.json", lambda body: body.pop(f"{digest_file(file)} main"))
+    assert qdq("verify", str(file), "--base", str(folder), "--max-drop", bound) == status
     said = capsys.readouterr()
     assert "--max-drop" in said.err if status == 2 else f"bound: {'BROKEN' if status else 'ok'}: drop +" in said.out
 
 
-def test_verify_max_drop_without_evaluator_is_refused(copy, folder, capsys):
-    reopen_results(copy.parent)
-    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
-    stored["models"][0]["evaluator"], stored["objective"] = None, {}
-    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
-    file = str(next(path for path in models(copy).values()))
-    assert qdq("verify", file, "--base", str(folder), "--max-drop", "0.1") == 2
-    assert "--max-drop: model 'net' has no evaluator" in capsys.readouterr().err
-
-
 def test_verify_reports_unscored_row_as_bound_violation(copy, folder, capsys):
     set_bound(copy, 0.9)
-    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    placement = placed(copy)[0]
     changed(copy / "task.json", lambda body: body.update(metric="other"))
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
     assert "bound: BROKEN: cannot be checked against 0.9" in capsys.readouterr().out
 
 
 def test_verify_reports_missing_accuracy(copy, folder, capsys):
-    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    placement = placed(copy)[0]
     changed(copy / "accuracy.json", lambda body: body.clear())
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
     assert "accuracy: not measured: the folder has no score of this file\n" in capsys.readouterr().out
-    reopen_results(copy.parent)
-    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
-    stored["models"][0]["evaluator"], stored["objective"] = None, {}
-    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
+    change_models(copy, without_evaluator)
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
     assert "accuracy: not measured: the model has no evaluator\n" in capsys.readouterr().out
+    assert qdq("verify", str(models(copy)[placement]), "--base", str(folder), "--max-drop", "0.1") == 2
+    assert "--max-drop: model 'net' has no evaluator" in capsys.readouterr().err
 
 
 def other_choices(body: Any) -> None:
@@ -316,14 +311,14 @@ def other_figures(body: Any) -> None:
 )
 def test_verify_exits_1_on_mismatch_with_records(copy, folder, capsys, name, change, expected):
     changed(copy / name, change)
-    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    placement = placed(copy)[0]
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
     assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("factor", "status", "said"), [(0.5, 1, "MISMATCH: speedup "), (2, 0, "ok: speedup ")])
 def test_verify_exits_1_if_speedup_is_not_reproduced(copy, folder, capsys, factor, status, said):
-    placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
+    placement = placed(copy)[0]
     unpack(copy)
     head, *events = read_records(copy / "confirmation.jsonl")
     for event in events:
@@ -373,11 +368,8 @@ def test_verify_checks_row_in_its_own_task(front, copy, folder, capsys):
     other = copy.with_name(f"a-{copy.name}")
     shutil.copytree(copy, other)
     changed(other / "accuracy.json", other_figures)
-    reopen_results(copy.parent)
-    stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
-    stored["models"].insert(0, {**deepcopy(stored["models"][0]), "label": "a-net"})
-    (copy.parent / "experiment.yaml").write_text(yaml.safe_dump(stored))
-    facts = read(other / "task.json")
+    change_models(copy, lambda stored: stored["models"].insert(0, {**deepcopy(stored["models"][0]), "label": "a-net"}))
+    facts = read_json(other / "task.json")
     write_json(other / "task.json", {**facts, "task": other.name, "model": "a-net"})
     for task, status in ((copy, 0), (other, 1)):
         assert qdq("verify", str(copy.parent), f"{task.name}/all", "--base", str(folder)) == status
@@ -406,17 +398,3 @@ def test_verify_refuses_file_outside_results(front, folder, capsys):
     assert "in no results folder: give RESULTS/TASK/models/NAME.onnx" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz"), "--results", str(front.parent)) == 2
     assert "has no row of this file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [
-        ("{map_drop: 0.01}", "objective.map_drop: the evaluator of model 'net' gives 'cosine'; write cosine_drop"),
-        ("{max_drop: 0.01, halves: 1}", "objective.halves: Input should be a valid boolean"),
-    ],
-)
-def test_check_names_invalid_objective(folder, capsys, objective, expected):
-    file = folder / "wrong.yaml"
-    file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", "random"))
-    assert qdq("run", str(file), "--check") == 2
-    assert expected in capsys.readouterr().err

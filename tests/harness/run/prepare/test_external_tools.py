@@ -97,11 +97,6 @@ def test_a_tool_without_the_calibration_method_uses_its_nearest(order, monkeypat
     assert len(seen) == 1
 
 
-def test_quantize_static_has_a_model_for_mse(order):
-    made = run_external_tool("ort_static", replace(order, options={**order.options, "method": "mse"}), NullProgress())
-    assert made.pairs > 0
-
-
 def test_unavailable_tool_gives_reason_before_start(order, monkeypatch):
     made = run_external_tool(
         "ort_static", replace(order, options={**order.options, "precision": "fp8"}), NullProgress()

@@ -4,11 +4,12 @@ from functools import partial
 
 import onnx
 import pytest
+from turns import Listening
 
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress
-from harness.config.experiment import DEFAULT_INITIAL, load_experiment, parse_experiment, plan_tasks
+from harness.config.experiment import load_experiment, parse_experiment, plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature
 from harness.graph.partition.patterns import find_patterns
@@ -85,16 +86,6 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
         facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
-
-
-class Listening(NullProgress):
-    """Observer that keeps messages."""
-
-    def __init__(self):
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
 
 
 def run(path, out):
@@ -237,10 +228,6 @@ def test_all_searchers_get_same_initial_placements_or_none(folder):
                 journal.name
             )
             assert len({entry.proposal.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
-
-
-def test_default_initial_placements():
-    assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
 
 
 PLUGIN = """

@@ -62,10 +62,6 @@ def top1(**data: Any) -> dict[str, Any]:
 IMAGES = {"data": {"use": "images", "images": "others"}}
 
 
-def test_valid_experiment_has_no_remarks(folder):
-    assert checked(folder, top1(), IMAGES) == ()
-
-
 def test_calibration_images_that_are_scored_too_are_noted(folder):
     scored = {"data": {"use": "images", "images": "images"}}
     assert [line.split(":")[1][:3] for line in checked(folder, top1(), {**scored, "samples": 5})] == [" 5 "]
@@ -379,10 +375,6 @@ def test_bound_lines_group_models_by_metric():
     ]
 
 
-def test_bound_lines_are_empty_without_evaluator():
-    assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
-
-
 def test_model_unsupported_by_onnx_runtime_is_noted(folder):
     assert check_models(models(folder)) == ()
     proto = onnx.load(folder / "net.onnx")
@@ -393,11 +385,6 @@ def test_model_unsupported_by_onnx_runtime_is_noted(folder):
     (remark,) = check_models(models(folder))
     assert "ort_static" in remark
     assert "Mystery" in remark
-
-
-def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder):
-    said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]))
-    assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
 
 
 @pytest.mark.parametrize(("samples", "said"), [

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.arrays import select_rows
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.plugins.api import Accuracy
 from harness.results.search_log import Goal
@@ -44,12 +43,6 @@ def test_rejected_loss_of_lower_is_better_metric():
     assert rejected_loss(goal, reference, found) == pytest.approx(0.4)
     assert rejected_loss(goal, reference, reference) is None
     assert rejected_loss(Goal(metric="loss", max_drop=None), reference, found) is None
-
-
-def test_every_option_selects_every_nth_image_of_half():
-    names = [f"{i}.jpg" for i in range(40)]
-    half = list(select_rows({"half": "search"}, names, "data"))
-    assert list(select_rows({"half": "search", "every": 4}, names, "data")) == half[::4]
 
 
 @pytest.mark.parametrize("writeable", [True, False])

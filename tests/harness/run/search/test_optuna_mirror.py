@@ -74,12 +74,6 @@ def test_fresh_search_replaces_its_study(tmp_path):
     assert [t.user_attrs["digest"] for t in studies(path)["a"].trials] == ["d5"]
 
 
-def test_unwritable_mirror_file_only_warns(tmp_path, caplog):
-    path = tmp_path / "nowhere" / "optuna.journal"
-    mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(0))
-    assert "no live view of a" in caplog.text
-
-
 def test_a_full_disk_ends_the_view_with_one_warning(tmp_path, caplog, monkeypatch):
     path = tmp_path / "optuna.journal"
     watch = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)

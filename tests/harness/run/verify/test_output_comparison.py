@@ -259,9 +259,27 @@ def test_compare_float_finds_a_wrong_float_engine():
     assert compare_float(floats, noisy(rng, floats, 20), "bf16").verdict == "right"
 
 
-def test_model_without_float_outputs_is_not_checked():
-    indices = [{"y": np.arange(5)}]
-    assert compare_with_file(indices, indices, indices).verdict == "not checked"
+def save(path, nodes, ends, tensors):
+    """Write a model of nodes as (operator, inputs, output, attributes); `ends` has shapes, of the input first."""
+    made = [helper.make_node(op, inputs.split(), [output], **attributes) for op, inputs, output, attributes in nodes]
+    types = {name: TensorProto.INT64 if name == "index" else TensorProto.FLOAT for name in ends}
+    values = [helper.make_tensor_value_info(name, types[name], shape) for name, shape in ends.items()]
+    stored = [numpy_helper.from_array(np.array(value), name) for name, value in tensors.items()]
+    graph = helper.make_graph(made, "g", values[:1], values[1:], stored)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+PAIR = [("QuantizeLinear", "x s z", "xq", {}), ("DequantizeLinear", "xq s z", "xd", {})]
+
+
+def checker(folder, engines, floating, feeds, **changes):
+    """The checker of the models of a float model on these engines."""
+    plan = CheckPlan(
+        float_file=floating, floats={"main": floating}, feeds=feeds, folder=folder, work=folder / "work",
+        limits=Limits(), **changes,
+    )  # fmt: skip
+    return RuntimeChecker(plan, engines, NullProgress())
 
 
 class Saturating:
@@ -305,22 +323,12 @@ def product(path, *, quantized):
     """A product of positive data with large weights, float or with UINT8 data and INT8 weights."""
     rng = np.random.default_rng(3)
     q = rng.choice([-1, 1], (64, 1)) * rng.integers(110, 128, (64, 8))
-    weights = {"w": (q * 0.01).astype(np.float32)}
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+    tensors, nodes = {"w": (q * 0.01).astype(np.float32)}, [("MatMul", "x w", "y", {"name": "product"})]
     if quantized:
         scales = {"s": np.float32(1 / 255), "z": np.uint8(0), "ws": np.float32(0.01), "wz": np.int8(0)}
-        weights = {"w": q.astype(np.int8), **{name: np.array(value) for name, value in scales.items()}}
-        nodes = [
-            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
-            helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
-            helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"]),
-            helper.make_node("MatMul", ["xd", "wd"], ["y"], name="product"),
-        ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, n]) for name, n in (("x", 64), ("y", 8))]
-    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
+        weight = ("DequantizeLinear", "w ws wz", "wd", {})
+        tensors, nodes = {"w": q.astype(np.int8), **scales}, [*PAIR, weight, ("MatMul", "xd wd", "y", nodes[0][3])]
+    return save(path, nodes, {"x": [4, 64], "y": [4, 8]}, tensors)
 
 
 @pytest.mark.parametrize(
@@ -331,18 +339,10 @@ def test_saturation_has_a_verdict_of_its_own(tmp_path, without_vnni, broken, ver
     floating = product(tmp_path / "float.onnx", quantized=False)
     quantized = product(tmp_path / "quantized.onnx", quantized=True)
     rng = np.random.default_rng(0)
-    plan = CheckPlan(
-        float_file=floating,
-        floats={"main": floating},
-        feeds=[{"x": rng.uniform(0.5, 1, (4, 64)).astype(np.float32)} for _ in range(2)],
-        folder=tmp_path,
-        work=tmp_path / "work",
-        limits=Limits(),
-        saturates=without_vnni,
-    )
-    with RuntimeChecker(plan, Saturating(broken=broken), NullProgress()) as checker:
-        found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
-        own = checker.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating))
+    feeds = [{"x": rng.uniform(0.5, 1, (4, 64)).astype(np.float32)} for _ in range(2)]
+    with checker(tmp_path, Saturating(broken=broken), floating, feeds, saturates=without_vnni) as checking:
+        found = checking.check(Candidate(digest="q", edges=(), source=lambda: quantized))
+        own = checking.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating))
     assert own.verdict == "right"
     assert found.verdict == verdict
     assert found.label == {"saturates": "saturates", "wrong result": "wrong result in openvino"}[verdict]
@@ -384,45 +384,19 @@ class Indexing:
         return {"name": "indexing", "version": "1", "float_precision": "f32"}
 
 
-def indices(path, *, quantized):
-    """The place of the largest value, which is an integer."""
-    nodes, data = [], "x"
-    if quantized:
-        nodes = [
-            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
-            helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
-        ]
-        data = "xd"
-    nodes.append(helper.make_node("Abs", [data], ["scored"], name="scores"))
-    nodes.append(helper.make_node("ArgMax", ["scored"], ["y"], axis=1))
-    ends = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 64]),
-        helper.make_tensor_value_info("y", TensorProto.INT64, [4, 1]),
-    ]
-    tensors = [
-        numpy_helper.from_array(np.array(np.float32(1 / 32)), "s"),
-        numpy_helper.from_array(np.array(np.int8(0)), "z"),
-    ]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors if quantized else [])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
-
-
 def test_index_outputs_are_compared_by_their_scores(tmp_path):
-    floating = indices(tmp_path / "float.onnx", quantized=False)
-    quantized = indices(tmp_path / "quantized.onnx", quantized=True)
+    """The output is the place of the largest value, which is an integer."""
+    ends, tensors = {"x": [4, 64], "index": [4, 1]}, {"s": np.float32(1 / 32), "z": np.int8(0)}
+    files = []
+    for name, pair, data in (("float", [], "x"), ("quantized", PAIR, "xd")):
+        nodes = [*pair, ("Abs", data, "scored", {"name": "scores"}), ("ArgMax", "scored", "index", {"axis": 1})]
+        files.append(save(tmp_path / f"{name}.onnx", nodes, ends, tensors if pair else {}))
+    floating, quantized = files
     rng = np.random.default_rng(0)
-    plan = CheckPlan(
-        float_file=floating,
-        floats={"main": floating},
-        feeds=[{"x": rng.standard_normal((4, 64)).astype(np.float32)} for _ in range(2)],
-        folder=tmp_path,
-        work=tmp_path / "work",
-        limits=Limits(),
-    )
-    with RuntimeChecker(plan, Indexing(), NullProgress()) as checker:
-        found = checker.check(Candidate(digest="q", edges=(), source=lambda: quantized))
-        assert checker.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating)).verdict == "right"
+    feeds = [{"x": rng.standard_normal((4, 64)).astype(np.float32)} for _ in range(2)]
+    with checker(tmp_path, Indexing(), floating, feeds) as checking:
+        found = checking.check(Candidate(digest="q", edges=(), source=lambda: quantized))
+        assert checking.check(Candidate(digest=edges_digest(()), edges=(), source=lambda: floating)).verdict == "right"
     assert (found.verdict, found.output, found.operator) == ("wrong result", "scored", "Abs 'scores'")
 
 
@@ -433,32 +407,15 @@ def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
     proto.opset_import.append(helper.make_opsetid("plug.in", 1))
     onnx.save(proto, tmp_path / "plugin.onnx")
     feeds = [{"x": np.ones((4, 64), np.float32)}]
-    plan = CheckPlan(
-        float_file=floating,
-        floats={"main": floating},
-        feeds=feeds,
-        folder=tmp_path,
-        work=tmp_path / "w",
-        limits=Limits(),
-    )
-    with RuntimeChecker(plan, Saturating(), NullProgress()) as checker:
-        found = checker.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "plugin.onnx"))
+    with checker(tmp_path, Saturating(), floating, feeds) as checking:
+        found = checking.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "plugin.onnx"))
     assert found.verdict == "not checked"
     assert "Secret" in found.reason
 
 
 def test_autotune_delivers_no_wrong_model(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    command = [
-        "--onnx_path",
-        "net.onnx",
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_evals",
-        "12",
-        "--timing_runs",
-        "3",
-    ]
+    command = f"--onnx_path net.onnx --output_dir {tmp_path / 'out'} --max_evals 12 --timing_runs 3".split()
     assert qdq("autotune", *command, "--backend", "check_plugins:Faulty", "--searcher", "random") == 0
     record = read_json(tmp_path / "out" / "runtime_check.json")["checks"]
     assert "wrong result" in {found["verdict"] for found in record.values()}
