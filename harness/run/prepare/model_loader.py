@@ -187,7 +187,18 @@ def describe_workload(experiment: Experiment, score_s: Mapping[str, float]) -> s
     tasks = plan_tasks(experiment)
     searches = sum(len(task.runs) for task in tasks)
     evaluations = searches * max(experiment.budget.evaluations)
-    low, high = estimate_time_s(experiment, score_s)
+    low_s, high_s = estimate_time_s(experiment, score_s)
+    unit_s, unit = (3600.0, "hours") if high_s > 3 * 3600 else (60.0, "minutes")
+    low, high = (
+        f"{value:.1f}" if value < 10 and unit == "hours" else f"{value:.0f}"
+        for value in (low_s / unit_s, high_s / unit_s)
+    )
+    if high_s < 90:
+        duration = "roughly a minute"
+    elif low == high:
+        duration = f"roughly {high} {unit}"
+    else:
+        duration = f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"
     budget = experiment.budget
     counts = f"{_format_count(len(tasks), 'task')}, {_format_count(searches, 'search', 'searches')}"
     limits = [f"{budget.minutes:g} minutes a search at most"] if budget.minutes else []
@@ -195,7 +206,7 @@ def describe_workload(experiment: Experiment, score_s: Mapping[str, float]) -> s
         limits.append(f"limit of a task: {budget.task_minutes:g} minutes, which a step that has begun may exceed")
     limit = f" ({'; '.join(limits)})" if limits else ""
     counts += f", {_format_count(evaluations, 'evaluation')} at most"
-    return f"ok: {counts}; {_format_duration(low, high)}{limit}"
+    return f"ok: {counts}; {duration}{limit}"
 
 
 def estimate_time_s(experiment: Experiment, score_s: Mapping[str, float]) -> TimeRange:
@@ -251,18 +262,6 @@ def _task_range_s(task: TaskSpec, experiment: Experiment, score_s: Mapping[str, 
 
 def _format_count(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
-
-
-def _format_duration(low_s: float, high_s: float) -> str:
-    """Return a range of seconds as text, in minutes or hours."""
-    if high_s < 90:
-        return "roughly a minute"
-    unit_s, unit = (3600.0, "hours") if high_s > 3 * 3600 else (60.0, "minutes")
-    low, high = (f"{value:.1f}" if value < 10 and unit == "hours" else f"{value:.0f}" for value in
-                 (low_s / unit_s, high_s / unit_s))  # fmt: skip
-    if low == high:
-        return f"roughly {high} {unit}"
-    return f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"
 
 
 def need_own_sizes(spec: ModelSpec, model: Model) -> bool:

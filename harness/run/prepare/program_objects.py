@@ -70,7 +70,23 @@ def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     torch = sys.modules.get("torch")  # imported if the model is a module of it
     if torch is not None and isinstance(model, torch.nn.Module):
-        return str(_export_module(model, folder / f"{safe_file_name(type(model).__name__)}.onnx", example_inputs))
+        if example_inputs is None:
+            raise UserError(
+                "model: a PyTorch module needs example_inputs, a tensor or a tuple of the inputs of one call"
+            )
+        by_name = isinstance(example_inputs, dict)
+        args = () if by_name else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        names, training = example_inputs if by_name else None, model.training
+        model.eval()
+        try:
+            program = torch.onnx.export(model, args, kwargs=names, dynamo=True, verbose=False)
+        except ImportError as error:
+            raise UserError(
+                f"model: the export of a PyTorch module needs onnxscript: pip install onnxscript ({error})"
+            ) from error
+        finally:
+            model.train(training)
+        return str(write_model(program.model_proto, folder / f"{safe_file_name(type(model).__name__)}.onnx"))
     path = folder / "model.onnx"
     if isinstance(model, bytes):
         path.write_bytes(model)
@@ -79,29 +95,6 @@ def save_program_model(model: Any, folder: Path, example_inputs: Any = None) -> 
         return str(write_model(to_proto(model), path))
     except TypeError as error:
         raise UserError(f"model: {error}; a path, bytes and a torch.nn.Module can be used too") from error
-
-
-def _export_module(module: Any, path: Path, example_inputs: Any) -> Path:
-    """Export a PyTorch module in evaluation mode, restore its mode, and return the path of the file."""
-    import torch
-
-    if example_inputs is None:
-        raise UserError("model: a PyTorch module needs example_inputs, a tensor or a tuple of the inputs of one call")
-    by_name = isinstance(example_inputs, dict)
-    args = () if by_name else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    training = module.training
-    module.eval()
-    try:
-        program = torch.onnx.export(
-            module, args, kwargs=example_inputs if by_name else None, dynamo=True, verbose=False
-        )
-    except ImportError as error:
-        raise UserError(
-            f"model: the export of a PyTorch module needs onnxscript: pip install onnxscript ({error})"
-        ) from error
-    finally:
-        module.train(training)
-    return write_model(program.model_proto, path)
 
 
 def plugin_mapping(key: str, plugin: Any) -> dict[str, Any]:
@@ -143,7 +136,21 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
     elif not callable(metric):
         raise UserError(f"metric: a function, an evaluator or the name of one, but got {type(metric).__name__}")
     else:
-        described = _function_mapping(metric, with_labels=test is not None)
+        values, mode = (("run",), "without") if test is None else (("outputs", "labels"), "with")
+        with suppress(ValueError):  # some built-in functions have no signature
+            signature = inspect.signature(metric)
+            try:
+                signature.bind(*values)
+            except TypeError as error:
+                name = getattr(metric, "__qualname__", type(metric).__name__)
+                raise UserError(
+                    "metric: a function (outputs, labels) with test=(inputs, labels), a function (run) without test, "
+                    f"but got {name}{signature} {mode} test"
+                ) from error
+        if test is None:
+            described = {"use": register_object(_factory_of(_FunctionEvaluator(metric), metric))}
+        else:
+            described = {"use": "metric", "params": {"function": register_object(metric)}}
     if test is None:
         return described
     if not isinstance(test, tuple | list) or len(test) != 2:
@@ -157,24 +164,6 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
     return described | {
         "params": {**described.get("params", {}), "data": {**data, "labels": str(folder / "labels.npy")}}
     }
-
-
-def _function_mapping(function: Any, *, with_labels: bool) -> dict[str, Any]:
-    """Return a metric function in the form of an experiment file, after a check of its parameters."""
-    values = ("outputs", "labels") if with_labels else ("run",)
-    with suppress(ValueError):  # some built-in functions have no signature
-        signature = inspect.signature(function)
-        try:
-            signature.bind(*values)
-        except TypeError as error:
-            name = getattr(function, "__qualname__", type(function).__name__)
-            raise UserError(
-                f"metric: a function (outputs, labels) with test=(inputs, labels), a function (run) without test, but "
-                f"got {name}{signature} {'with' if with_labels else 'without'} test"
-            ) from error
-    if with_labels:
-        return {"use": "metric", "params": {"function": register_object(function)}}
-    return {"use": register_object(_factory_of(_FunctionEvaluator(function), function))}
 
 
 class _FunctionEvaluator:

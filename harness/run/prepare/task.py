@@ -65,7 +65,7 @@ from harness.run.prepare.model_loader import (
 )
 from harness.run.search.loop import InitialPlacement
 from harness.runtimes.shape_set import SampleSizes, ShapeSet, TimedShape, make_sample_sizes
-from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.engines import WorkerSpec
 from harness.workers.trial_pool import SpecEngineFactory
 from search.space import Placement, Resolved, Space, edges_digest
 
@@ -457,29 +457,24 @@ def _with_float_latencies(
         }
         record = read_matching_record(path, basis)
         if record is None:
-            record = {**basis, "float_ms": _time_float(shapes, task, engines, observer)}
+            handles: dict[str, int] = {}
+            readings: dict[str, list[float]] = {shape.label: [] for shape in shapes}
+            with observer.work(f"float at {len(shapes)} shapes", FLOAT_ROUNDS * len(shapes)) as step:
+                for shape in shapes:
+                    source = partial(Path, shape.file or task.float_file)
+                    candidate = Candidate(digest=edges_digest(()), edges=(), source=source, shape=shape.label)
+                    handles[shape.label] = _require(engines.build(candidate), shape.label).handle
+                for _ in range(FLOAT_ROUNDS):  # in turns
+                    for label, handle in handles.items():
+                        readings[label] += _require(engines.sample(handle, Sampling(max_ms=100.0)), label).latency_ms
+                        step.advance()
+                for handle in handles.values():
+                    engines.release(handle)
+            float_ms = {label: statistics.median(known) for label, known in readings.items()}
+            observer.say("float model: " + ", ".join(f"{label} {value:.3f} ms" for label, value in float_ms.items()))
+            record = {**basis, "float_ms": float_ms}
             write_record(path, record)
     return [replace(shape, float_ms=float(record["float_ms"][shape.label])) for shape in shapes]
-
-
-def _time_float(shapes: list[TimedShape], task: Task, engines: Engines, observer: Observer) -> dict[str, float]:
-    """Return the median latency in ms of the float model at each shape, timed in turns."""
-    handles: dict[str, int] = {}
-    readings: dict[str, list[float]] = {shape.label: [] for shape in shapes}
-    with observer.work(f"float at {len(shapes)} shapes", FLOAT_ROUNDS * len(shapes)) as step:
-        for shape in shapes:
-            source = partial(Path, shape.file or task.float_file)
-            candidate = Candidate(digest=edges_digest(()), edges=(), source=source, shape=shape.label)
-            handles[shape.label] = _require(engines.build(candidate), shape.label).handle
-        for _ in range(FLOAT_ROUNDS):
-            for label, handle in handles.items():
-                readings[label] += _require(engines.sample(handle, Sampling(max_ms=100.0)), label).latency_ms
-                step.advance()
-        for handle in handles.values():
-            engines.release(handle)
-    latencies_ms = {label: statistics.median(known) for label, known in readings.items()}
-    observer.say("float model: " + ", ".join(f"{label} {value:.3f} ms" for label, value in latencies_ms.items()))
-    return latencies_ms
 
 
 def _require(outcome: T | Failed, label: str) -> T:

@@ -275,7 +275,11 @@ class _SearchLoop:
                     self._executor.submit(proposal.number, self._task.candidate(placement), incumbent)
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
-        """Return the next proposals; empty if the search has ended or waits for an outcome."""
+        """Return the next proposals; empty if the search has ended or waits for an outcome.
+
+        Raises:
+            UserError: All first evaluations failed, or the searcher raised it.
+        """
         task, recorded = self._task, self._recorded(self._proposed)
         if self._searcher.failure is not None:
             return []
@@ -307,19 +311,15 @@ class _SearchLoop:
         if self.waiting and self.waiting[-1][0].origin.startswith("initial:"):
             return []  # the searcher proposes only after the outcomes of the initial design
         if not any(proposal.origin == RETRY_ORIGIN for proposal, _ in self.waiting):  # a retry may still succeed
-            self._stop_if_initial_design_failed()
+            digests = {task.space.digest(each.placement) for each in task.initial_design}
+            limit = len(digests) or task.patience
+            if len(self._failures) == len(self._results_by_digest) >= limit:  # then the cause is not the placement
+                first = next(iter(self._failures.values()))[1]
+                what = "no initial placement" if digests else f"none of the first {limit} placements"
+                raise UserError(
+                    f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
+                )
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
-
-    def _stop_if_initial_design_failed(self) -> None:
-        """Raise `UserError` if all first evaluations failed, because then the cause is not the placement."""
-        digests = {self._task.space.digest(each.placement) for each in self._task.initial_design}
-        limit = len(digests) or self._task.patience
-        if len(self._failures) == len(self._results_by_digest) >= limit:
-            first = next(iter(self._failures.values()))[1]
-            what = "no initial placement" if digests else f"none of the first {limit} placements"
-            raise UserError(
-                f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
-            )
 
     def _is_out_of_time(self) -> bool:
         return self._task.seconds is not None and time.monotonic() - self._started_s >= self._task.seconds

@@ -61,30 +61,24 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
         return lambda _: None
 
 
-def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
-    """Return the names of the studies by number, "" for deleted ones, and the number of trials of each."""
-    names: list[str] = []
-    trials: Counter[int] = Counter()
-    with path.open("rb") as file:
-        for raw in file:
-            if (trial := _TRIAL.match(raw)) is not None:
-                trials[int(trial[1])] += 1
-                continue
-            log = parse_json(raw)
-            if log["op_code"] == _CREATE_STUDY and log["study_name"] not in names:
-                names.append(log["study_name"])
-            elif log["op_code"] == _DELETE_STUDY:
-                names[log["study_id"]] = ""
-    return names, trials
-
-
 class _OptunaMirror:
     def __init__(self, path: Path, name: str, space: Space, goal: Goal, fresh: bool) -> None:
         self._path, self._name, self._space, self._goal = path, name, space, goal
         # Create the study if it is missing, and return its number and the number of its trials
         with _locked_file(path) as file:
             truncate_partial_line(path)
-            names, trials = _read_studies(path)
+            names: list[str] = []  # by number, "" for deleted ones
+            trials: Counter[int] = Counter()
+            with path.open("rb") as lines:
+                for raw in lines:
+                    if (trial := _TRIAL.match(raw)) is not None:
+                        trials[int(trial[1])] += 1
+                        continue
+                    log = parse_json(raw)
+                    if log["op_code"] == _CREATE_STUDY and log["study_name"] not in names:
+                        names.append(log["study_name"])
+                    elif log["op_code"] == _DELETE_STUDY:
+                        names[log["study_id"]] = ""
             if fresh and name in names:
                 _append_operation(path, file, _DELETE_STUDY, {"study_id": names.index(name)})
                 names[names.index(name)] = ""
@@ -109,39 +103,37 @@ class _OptunaMirror:
         if self._spent <= self._written:
             return
         try:
+            outcome, now = trial.outcome, datetime.now(UTC).isoformat(timespec="microseconds")
+            state, value, limits = _FAIL, None, {}
+            facts: dict[str, Any] = {"digest": trial.proposal.digest, "origin": trial.proposal.origin}
+            if isinstance(outcome, Measured):
+                state, value = _COMPLETE, median_ci(outcome.samples_ms).value
+                facts |= {**outcome.metrics, "build_s": outcome.build_s, "stable": outcome.stable}
+                if self._goal.metric is not None:
+                    limits = {"constraints": [self._goal.violation(outcome.metrics)]}
+            else:
+                facts |= {"failed": outcome.stage, "reason": outcome.reason}
+            fields = {
+                "study_id": self._number,
+                "datetime_start": now,
+                "datetime_complete": now,
+                "state": state,
+                "value": value,
+                "values": None,
+                "distributions": self._distributions,
+                "params": {
+                    group: float(sum(trial.proposal.choices[index] > 0 for index in indices))
+                    for group, indices in self._space.groups.items()
+                },
+                "user_attrs": facts,
+                "system_attrs": limits,
+                "intermediate_values": {},
+            }
             with _locked_file(self._path) as file:
-                _append_operation(self._path, file, _CREATE_TRIAL, self._trial_fields(trial))
+                _append_operation(self._path, file, _CREATE_TRIAL, fields)
         except (UserError, OSError, ValueError, TypeError) as error:
             self._broken = True
             logger.warning("no further live view of %s: %s", self._name, error)
-
-    def _trial_fields(self, trial: TrialEvent) -> dict[str, Any]:
-        outcome, now = trial.outcome, datetime.now(UTC).isoformat(timespec="microseconds")
-        state, value, limits = _FAIL, None, {}
-        facts: dict[str, Any] = {"digest": trial.proposal.digest, "origin": trial.proposal.origin}
-        if isinstance(outcome, Measured):
-            state, value = _COMPLETE, median_ci(outcome.samples_ms).value
-            facts |= {**outcome.metrics, "build_s": outcome.build_s, "stable": outcome.stable}
-            if self._goal.metric is not None:
-                limits = {"constraints": [self._goal.violation(outcome.metrics)]}
-        else:
-            facts |= {"failed": outcome.stage, "reason": outcome.reason}
-        return {
-            "study_id": self._number,
-            "datetime_start": now,
-            "datetime_complete": now,
-            "state": state,
-            "value": value,
-            "values": None,
-            "distributions": self._distributions,
-            "params": {
-                group: float(sum(trial.proposal.choices[index] > 0 for index in indices))
-                for group, indices in self._space.groups.items()
-            },
-            "user_attrs": facts,
-            "system_attrs": limits,
-            "intermediate_values": {},
-        }
 
 
 def _append_operation(path: Path, file: FileIO, operation: int, fields: dict[str, Any]) -> None:

@@ -101,7 +101,14 @@ def verify(
         task = found.task(model.task)
         row = task.rows[model.row]
     else:
-        task, row = _find_row(found.tasks, file, digest, folder)
+        rows = [(task, row) for task in found.tasks for row in task.rows.values()]
+        same = [(task, row) for task, row in rows if (task.folder / "models" / row.file).resolve() == file.resolve()]
+        same += [(task, row) for task, row in rows if row.sha256 == digest]
+        if not same:
+            raise UserError(
+                f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results"
+            )
+        task, row = same[0]
     if row.sha256 != digest:
         return [CheckResult(what="file", holds=False, found=f"SHA-256 {row.sha256} is recorded, but it is {digest}")]
     experiment = load_experiment(folder / "experiment.yaml", base or Path.cwd())
@@ -117,20 +124,6 @@ def verify(
         if max_drop is not None and spec.model.evaluator is None:
             raise UserError(f"--max-drop: model {spec.model.name!r} has no evaluator whose metric could drop")
         return checks + list(again.run_checks(observer))
-
-
-def _find_row(
-    tasks: tuple[TaskResults, ...], file: Path, digest: str, folder: Path
-) -> tuple[TaskResults, ExportedModel]:
-    """Return the row of a file, found by its path in a task's folder or else by its content."""
-    rows = [(task, row) for task in tasks for row in task.rows.values()]
-    for task, row in rows:
-        if (task.folder / "models" / row.file).resolve() == file.resolve():
-            return task, row
-    for task, row in rows:
-        if row.sha256 == digest:
-            return task, row
-    raise UserError(f"{file}: {folder} has no row of this file (SHA-256 {digest}); name its results by --results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
