@@ -216,11 +216,6 @@ def read_json(path: Path, missing: Mapping[str, Any] | None = None, schema: Any 
         body = parse_json(remove_checksum(read_bounded(path)))
     except ValueError as error:
         raise DamagedFile(path, f"cannot be read ({error})") from error
-    return check_record(path, body, schema)
-
-
-def check_record(path: Path, body: Any, schema: Any = None) -> dict[str, Any]:
-    """Return a JSON object of a file; raise `DamagedFile` for another value, or one that does not fit a schema."""
     if not isinstance(body, dict):
         raise DamagedFile(path, "not a file of qdq-bench")
     if schema is not None:

@@ -70,7 +70,17 @@ def check_bundle(folder: Path) -> Iterator[str]:
 
 
 def _differences(folder: Path) -> Iterator[str]:
-    recorded, entries = _recorded_digests(folder), {entry.name: entry for entry in sorted(folder.iterdir())}
+    manifest = folder / MANIFEST_FILE
+    if manifest.is_symlink():
+        raise UserError(f"{manifest}: no manifest of a folder to deploy (a link)")
+    text = read_text(manifest, "a manifest of a folder to deploy")
+    lines = re.findall(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)\n", text)
+    whole = sum(len(digest) + len(name) + 3 for digest, name in lines) == len(text)
+    if not whole or len({name.lower() for _, name in lines}) < len(lines):
+        problem = "a line is damaged, or two lines have the same name"
+        raise UserError(f"{manifest}: no manifest of a folder to deploy ({problem})")
+    recorded = {name: digest for digest, name in lines}
+    entries = {entry.name: entry for entry in sorted(folder.iterdir())}
     for name in sorted(entries.keys() - recorded.keys() - {MANIFEST_FILE}):
         yield f"{folder / name}: not in {MANIFEST_FILE}, and Python may import it instead of a package: move it away"
     damaged = False
@@ -85,7 +95,6 @@ def _differences(folder: Path) -> Iterator[str]:
         if problem:
             yield f"{folder / name}: {problem}"
         damaged |= bool(problem)
-    manifest = folder / MANIFEST_FILE
     if not damaged and FACTS_FILE not in recorded:
         yield f"{manifest}: lists no {FACTS_FILE}"
     elif not damaged:
@@ -106,20 +115,6 @@ def is_bundle_file(name: str, bundle: str) -> bool:
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     return read_json(folder / FACTS_FILE, schema=StoredFacts)
-
-
-def _recorded_digests(folder: Path) -> dict[str, str]:
-    path = folder / MANIFEST_FILE
-    if path.is_symlink():
-        raise UserError(f"{path}: no manifest of a folder to deploy (a link)")
-    text = read_text(path, "a manifest of a folder to deploy")
-    lines = re.findall(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)\n", text)
-    whole = sum(len(digest) + len(name) + 3 for digest, name in lines) == len(text)
-    if not whole or len({name.lower() for _, name in lines}) < len(lines):
-        raise UserError(
-            f"{path}: no manifest of a folder to deploy (a line is damaged, or two lines have the same name)"
-        )
-    return {name: digest for digest, name in lines}
 
 
 def is_bundle(path: Path) -> bool:

@@ -376,8 +376,7 @@ def read_search(
     incumbents, scored, floats = list[LoggedEvaluation](), list[LoggedEvaluation](), list[Evaluation]()
     failures: Counter[str] = Counter()
     cost: defaultdict[str, float] = defaultdict(int)
-    ends_s = array("d")  # of the evaluations
-    latest_s = 0.0
+    ends_s, latest_s = array("d"), 0.0  # ends of the evaluations, and the last one
     latencies_ms: dict[str, float] = {}  # the last one of a placement that was measured several times
 
     def count_searcher_time(entry: JournalEntry) -> JournalEntry:  # of duplicates too
@@ -399,14 +398,7 @@ def read_search(
             continue
         trial = _to_evaluation(entry, outcome, goal, spent, latest_s)
         latencies_ms[trial.digest] = trial.latency_ms
-        logged = LoggedEvaluation(
-            evaluations=spent,
-            elapsed_s=latest_s,
-            digest=trial.digest,
-            latency_ms=trial.latency_ms,
-            is_float=bool(trial.choices) and not any(trial.choices),
-            value=trial.score.metrics.get(name, math.nan),
-        )
+        logged = _without_choices(trial, name)
         if is_new_incumbent(trial, best):
             best = trial
             incumbents.append(logged)
@@ -428,6 +420,17 @@ def read_search(
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
         cost=dict(cost),
         end=read_termination(path),
+    )
+
+
+def _without_choices(trial: Evaluation, metric: str) -> LoggedEvaluation:
+    return LoggedEvaluation(
+        evaluations=trial.evaluations,
+        elapsed_s=trial.elapsed_s,
+        digest=trial.digest,
+        latency_ms=trial.latency_ms,
+        is_float=bool(trial.choices) and not any(trial.choices),
+        value=trial.score.metrics.get(metric, math.nan),
     )
 
 
