@@ -300,8 +300,7 @@ def recover(
     from harness.insight.accuracy_studies import RecoveryRequest, recovery_report
     from harness.results.deploy_folder import bundle_model
 
-    if Path(placement).exists():
-        placement = str(bundle_model(Path(placement)))
+    placement = str(bundle_model(Path(placement))) if Path(placement).exists() else placement
     task = study_of(model, backend, param, shape, dim, timed=False)
     if unknown := {*(depthwise or ())} - {"tensor", "channel"}:
         raise UserError(f"--depthwise: tensor or channel, but got {min(unknown)!r}")
@@ -316,9 +315,8 @@ def recover(
         auto=auto,
         float_groups=float_groups,
     )
-    folder = short_path(out or Path(f"recover-{task.spec.name}"))
     with study_progress() as terminal:
-        table = recovery_report(task, request, folder, terminal)
+        table = recovery_report(task, request, short_path(out or Path(f"recover-{task.spec.name}")), terminal)
     print_table(*table, as_json=as_json)
 
 

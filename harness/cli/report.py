@@ -95,6 +95,17 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     show()
 
 
+def _ship_models(folder: Path) -> None:
+    """Write the folder `ship` of a results folder, with the models to deploy."""
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.report.frames import main_frame
+    from harness.results.folder import load
+    from harness.ship.results_bundle import ship_results
+
+    with TerminalProgress() as terminal:
+        ship_results(found := load(folder), main_frame(found), terminal)
+
+
 def show_report(
     folder: Path,
     *,
@@ -123,13 +134,8 @@ def show_report(
     from harness.report.tables.main import summary_table
 
     folder, task_plots = short_path(folder), False if ship else task_plots
-    if ship:  # before the page, which shows the commands of the folders
-        from harness.report.frames import main_frame
-        from harness.results.folder import load
-        from harness.ship.results_bundle import ship_results
-
-        with TerminalProgress() as terminal:
-            ship_results(found := load(folder), main_frame(found), terminal)
+    if ship:
+        _ship_models(folder)  # before the page, which shows the commands of the folders
     current = current_report(folder, task_plots=task_plots)
     if current is None:
         with TerminalProgress() as terminal:

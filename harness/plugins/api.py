@@ -147,7 +147,9 @@ class Capabilities:
     """Properties of a benchmarker that the harness needs before it builds anything.
 
     Attributes:
-        dialect: Q/DQ dialect that the runtime reads; None: the dialect with the name of the benchmarker.
+        dialect: Q/DQ dialect that the runtime reads (`qdq list dialect`), which a class of your own names; None: the
+            dialect with the name of the benchmarker. A runtime that computes each pair as written reads
+            `onnxruntime_unfused`.
         in_process: Whether the benchmarker runs in the main process, because it executes no model (replay, simulation).
         emulated: Precisions that the device emulates: such models are built and scored, but not timed.
         interleaved: Whether turns of two engines can be interleaved, which removes drift of the machine.
@@ -184,8 +186,9 @@ class Benchmarker(Protocol):
        results, which are then excluded from means with those of other runtimes.
     4. An attribute `capabilities`, of the class or of the instance, differs from the defaults of `Capabilities` as
        needed. `in_process` and `interleaved` are read from the class.
-    5. Optional methods are those of `SupportsSave`, `SupportsLayers`, `SupportsCast` and `UsesGpu`.
-    6. If the constructor has a parameter `base`, it receives the folder that relative paths of the experiment start
+    5. An engine runs after the file of its model was removed, and does not overwrite outputs that `infer` returned.
+    6. Optional methods are those of `SupportsSave`, `SupportsLayers`, `SupportsCast` and `UsesGpu`.
+    7. If the constructor has a parameter `base`, it receives the folder that relative paths of the experiment start
        from.
     """
 
@@ -198,7 +201,7 @@ class Benchmarker(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Return facts for records and tables: at least name, version, device, options.
+        """Return facts for records and tables: name, version, device, options and float_precision.
 
         A benchmarker for a single model gives its digest as `model_sha256`; other models are rejected.
         """

@@ -181,6 +181,7 @@ def deploy_script(
         deploy_runtime.runtime_version,
         deploy_runtime.open_model,
         deploy_runtime.random_inputs,
+        deploy_runtime.read_input,
         deploy_runtime.peak_memory_mb,
         deploy_runtime.time_runs,
         name_arrays,

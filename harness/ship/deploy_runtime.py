@@ -261,6 +261,27 @@ def time_runs(run: Callable[..., Any], feeds: dict[str, Any], repeat: int) -> li
     return samples_ms
 
 
+def read_input(name: str, file: str, shape: Any, *, fixed: bool) -> Any:
+    """Return the array of an input; without its first axis it is a batch of one.
+
+    Args:
+        fixed: Whether the array has this shape; another file may have dynamic axes.
+
+    Raises:
+        ValueError: The array has another shape, or the file is damaged.
+    """
+    array = np.load(file, allow_pickle=False)
+    array = array[None] if array.shape == tuple(shape[1:]) else array
+    if fixed:
+        try:
+            fit_inputs({name: array}, {name: shape})
+        except ValueError as error:
+            fits = array.shape != tuple(shape) and is_shape_of(array.shape, DYNAMIC.get(name, ()))
+            dynamic = MODEL.replace(".onnx", ".dynamic.onnx")
+            raise ValueError(f"{error}; --model {dynamic} takes other sizes" if fits else str(error)) from error
+    return array
+
+
 def main(load: Callable[..., Any]) -> None:
     """Load the model, run it, and print the outputs' shapes and the latency."""
     parser = argparse.ArgumentParser(
@@ -288,17 +309,10 @@ def main(load: Callable[..., Any]) -> None:
         name, _, file = text.partition("=")
         if name not in feeds:
             parser.error(f"--input {text}: the inputs are {', '.join(feeds)}")
-        shape = inputs[name][0]
         try:
-            array = np.load(file, allow_pickle=False)
-            feeds[name] = array[None] if array.shape == tuple(shape[1:]) else array
-            if at or model.name == MODEL:  # another file may have dynamic axes
-                fit_inputs({name: feeds[name]}, {name: shape})
+            feeds[name] = read_input(name, file, inputs[name][0], fixed=bool(at) or model.name == MODEL)
         except (OSError, ValueError) as error:
-            found = feeds[name].shape
-            fits = not at and found != tuple(shape) and is_shape_of(found, DYNAMIC.get(name, ()))
-            other = f"; --model {dynamic.name} takes other sizes" if fits else ""
-            parser.error(f"--input {text}: {error}{other}")
+            parser.error(f"--input {text}: {error}")
     start = time.perf_counter()
     run = load(model) if at is None else load(model, at)
     try:
