@@ -110,4 +110,21 @@ def test_doctor_names_a_package_without_wheels_for_this_python(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     details = {what: detail for what, _, detail in doctor.examine_machine()}
     assert "no wheels for Python" in details["tensorrt-rtx"]
-    assert "qdq-bench[ray]" in details["ray"]
+    assert details["ray"] == "pip install 'qdq-bench[ray]'"
+    assert details["tensorrt"].startswith("pip install 'qdq-bench[tensorrt]'")
+
+
+@pytest.mark.parametrize(
+    ("rows", "uses"),
+    [
+        ([("benchmarker openvino", "ok", ""), ("nncf", "ok", "")], "measurements on openvino; PTQ by nncf; replays"),
+        ([("benchmarker openvino", "not usable", "")], "no runtime works: pip install"),
+    ],
+)
+def test_doctor_ends_with_the_uses_that_are_ready(capsys, monkeypatch, rows, uses):
+    monkeypatch.setattr(doctor, "examine_machine", lambda: rows)
+    assert qdq("doctor") == 0
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header == "what\tstate\tdetail"
+    assert last.startswith("ready for: ")
+    assert uses in last

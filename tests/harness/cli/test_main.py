@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from harness.base.paths import WAIT_VARIABLE
 from harness.base.terminal_progress import TerminalProgress
 from harness.cli.doctor import plugin_purpose
 from harness.cli.main import COMMANDS, TIMING_COMMANDS
+from harness.plugins import registry
 from harness.plugins.registry import Plugin
 from harness.results.lines import read_lines
 
@@ -146,6 +147,12 @@ def test_check_reports_errors_before_run(folder, capsys, change, expected):
         ("explain net.onnx --backend onnxruntime --html x.html", "--html is for backend rtx_compile"),
         ("inspect check net.onnx --dialect onnxruntime", "--dialect onnxruntime: no rules about files"),
         ("report net.onnx", "net.onnx: a file, not the results folder"),
+        ("report folder", "folder: contains output of ModelOpt's procedure"),
+        ("report net.onnx --trace x:speedup", "net.onnx: a file, not the results folder"),
+        ("import folder net.onnx -o x.onnx", "folder: no such file"),
+        ("insert net.onnx -o x.onnx --placement .", ".: a results folder without a folder to deploy"),
+        ("inspect agreement net.onnx --backend onnxruntime", "needs an evaluator whose data have labels"),
+        ("explain folder/../out", "out: a results folder needs a row: qdq explain out ROW"),
         ("inspect recover net.onnx --backend onnxruntime", "recovery needs an evaluator"),
         (
             "bench noise net.onnx --backend simulated --placement lineer",
@@ -160,6 +167,7 @@ def test_arguments_that_a_command_cannot_use_are_named(folder, capsys, monkeypat
     monkeypatch.delenv("QDQ_ASSETS", raising=False)
     (folder / "experiment.yaml").touch()
     (folder / "folder").mkdir()
+    (folder / "out").mkdir()
     (folder / "folder" / "autotuner_state.yaml").touch()
     assert qdq(*command.split()) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
@@ -315,6 +323,11 @@ def test_the_list_shows_the_purpose_of_each_plug_in(capsys, monkeypatch, tmp_pat
         found[name] = plugin_purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
     assert found["walk"] == "Walk about."
     assert all("cannot be read" in found[name] or found[name] == "" for name in ("broken", "gone"))
+    real = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda: EntryPoints([point, *real().select(group="qdq.searchers")]))
+    assert qdq("list", "searcher") == 0
+    assert {"gone", "random"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    monkeypatch.undo()
     assert qdq("list", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["kind"] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}

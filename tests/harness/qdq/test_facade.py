@@ -55,7 +55,11 @@ def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monk
         lambda: qdq.autotune(3, progress=False),
         lambda: qdq.load_result("missing").answers,
         lambda: qdq.autotune("zoo:resnet18", backend={"params": {}}, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", backend=None, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", searcher=3, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", shapes=3, progress=False),
         lambda: qdq.autotune("zoo:resnet18", calibration=3, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", metric="top1", test=3, progress=False),
         lambda: qdq.insert("zoo:resnet18", "out.onnx", backend={"params": {}}),
         lambda: qdq.autotune("zoo:resnet18", calibration=np.zeros((2, 3)), out="taken", progress=False),
         lambda: qdq.autotune("zoo:resnet18", calibration=np.zeros((2, 3)), out="/proc/out", progress=False),
@@ -72,6 +76,8 @@ def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monk
     ("given", "facts"),
     [
         ({"evaluations": 3}, ("evaluations: at least 6",)),
+        ({"evaluations": 0}, ("evaluations: ", "got 0")),
+        ({"max_drop": -1}, ("max_drop: ", "got -1")),
         ({"max_drop": "0.5"}, ("max_drop: ", "'1%'", "got '0.5'")),
         ({"max_drop": 1}, ("max_drop: needs a metric", "test=(inputs, labels)")),
         ({"test": (np.zeros((4, 8)), np.zeros(4))}, ("test: needs a metric",)),
@@ -247,6 +253,8 @@ def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
     ("samples", "facts"),
     [
         ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((5, 4))}], ("batch 2", "'x'", "5 x 4", "6 x 4", "pad or cut")),
+        ([[np.zeros(6), np.zeros(5)]], ("sample 2", "is 5", "is 6", "pad or cut")),
+        ({"x": [np.zeros((6, 4)), np.zeros(5)]}, ("batch 2", "'x'", "is 1 x 5", "1 x 6 x 4", "pad or cut")),
         ({"x": [np.zeros(6), np.zeros(5)], "y": np.zeros((3, 2))}, ("'x': 2", "'y': 3")),
         ([{"x": np.zeros((1, 6))}, {"y": np.zeros((1, 6))}], ("batch 2", "'y'", "'x'")),
         ([np.float32(1), np.float32(2)], ("single number",)),
@@ -264,6 +272,7 @@ def test_samples_that_do_not_fit_together_are_refused_by_name(samples, facts, tm
     ("samples", "use", "shapes"),
     [
         ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((1, 5, 4))}], "npz", [(2, 6, 4), (1, 5, 4)]),
+        ([np.zeros((1, 6)), np.zeros((1, 5))], "npy", [(1, 6), (1, 5)]),
         ({"x": [[1, 2, 3], [4, 5]]}, "npz", [(1, 3), (1, 2)]),
     ],
 )

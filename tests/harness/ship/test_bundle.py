@@ -36,7 +36,7 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.report.frames import main_frame
 from harness.report.next_steps import describe_answers, ship_path
 from harness.results.artifacts import read_finalists
-from harness.results.deploy_folder import check_bundle, read_bundle
+from harness.results.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results.folder import load
 from harness.results.manifest import reopen_results
 from harness.results.search_log import Goal
@@ -223,6 +223,7 @@ def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monk
         (("--input", "x=two.npy"), f"shape (2, 3, 8, 8), but the model takes (1, 3, 8, 8){other}\n"),
         (("--input", "x=last.npy", *dynamic), "shape (1, 8, 8, 3), but the model takes ("),
         (("--at", "batch=2", "--input", "x=small.npy"), "the model takes (2, 3, 8, 8)\n"),
+        (("--at", "batch=3"), "batch=3"),
         (("--output", "gone/y.npz"), "gone/y.npz: the folder does not exist"),
     ):
         with pytest.raises(SystemExit) as refused:
@@ -230,6 +231,9 @@ def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monk
         assert refused.value.code == 2
         assert fact in capsys.readouterr().err
     program("--input", "x=two.npy", *dynamic)
+    program("--at", "batch=2", "--output", "y.npz")
+    (made,) = np.load("y.npz").values()
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("runtime", ["openvino", "onnxruntime", "tensorrt"])
@@ -242,6 +246,7 @@ def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, r
     run, x = found["load"](), np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
     expected = next(iter(run({"x": x}).values()))
     for feeds, fact in (
+        ({}, "inputs are x, but the arrays are none"),
         ({"y": x}, "inputs are x, but the arrays are y"),
         ({"x": x.transpose(0, 2, 3, 1)}, "x: shape"),
         ({"x": x.astype(str)}, "x: an array of"),
@@ -259,6 +264,8 @@ def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, r
     ("changes", "key"),
     [
         ({"file": '"""\nimport os#.onnx'}, "file"),
+        ({"file": "../net.onnx"}, "file"),
+        ({"schema": 9}, "schema"),
         ({"latency_ms": ["1", 1, 1]}, "latency_ms"),
         ({"runtime": []}, "runtime"),
         ({"runtime": {"name": "openvino"}}, "runtime"),
@@ -370,6 +377,8 @@ def remove(path: Path) -> None:
         (lambda lines: [*lines, lines[0].upper().replace(lines[0][:64].upper(), lines[0][:64])], "line"),
         (lambda lines: [line for line in lines if "ship.json" not in line], "ship.json"),
         (lambda lines: [line for line in lines if "net.onnx" not in line], "net.onnx"),
+        (lambda lines: [line for line in lines if "deploy.py" not in line], "deploy.py"),
+        (lambda lines: [line[1:] for line in lines], "line"),
         (lambda lines: [], "ship.json"),
     ],
 )
@@ -397,6 +406,7 @@ def test_a_listed_file_that_no_folder_to_deploy_has_is_reported(folder):
         ("apply", "SHIP", "float.onnx", "--out", "out"),
         ("apply", "SHIP", "--recipe", "ort", "-o", "recipe.py"),
         ("explain", "SHIP/net.onnx", "--backend", "openvino"),
+        ("insert", "float.onnx", "--placement", "SHIP", "-o", "q.onnx"),
         ("inspect", "recover", "float.onnx", "--placement", "SHIP/net.onnx"),
         ("autotune", "--onnx_path", "float.onnx", "--start", "SHIP", "--output_dir", "out"),
     ],
@@ -467,7 +477,17 @@ def test_the_script_warns_of_another_version_in_one_line(folder, monkeypatch, ca
 
 def test_verify_runs_the_folder_but_not_its_script(folder, tmp_path, capsys):
     assert qdq("verify", str(folder)) == 0
-    assert "run: ok" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "run: ok" in text
+    assert "version:" not in text
+    runtime = read_bundle(folder)["runtime"]
+    edit_json(folder / "ship.json", runtime={**runtime, "version": "0.1"})
+    seal_bundle(folder)
+    assert qdq("verify", str(folder)) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in (f"version: {runtime['version']}", "0.1", "--runtime-python"))
+    edit_json(folder / "ship.json", runtime=runtime)
+    seal_bundle(folder)
     assert qdq("explain", str(folder), "--runs", "2") == 0, "the model of a folder to deploy"
     capsys.readouterr()
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
@@ -495,6 +515,8 @@ def environment(path: Path, command: str) -> Path:
     ("case", "status", "words"),  # latency in ms, that of the float model, output and version in the other environment
     [
         ((1.0, 2.0, 1.0, "1.25.0"), 0, ("tie", "1.24.0", "1.25.0", "2.00x recorded")),
+        ((0.5, 1.0, 1.0, "1.24.0"), 0, ("faster", "versions are equal")),
+        ((1.0, 1.6, 1.0, "1.25.0"), 0, ("gain over the float model: ok", "1.60x")),
         ((2.0, 4.0, 1.0, "1.25.0"), 1, ("slower", "outputs: ok")),
         ((0.5, 1.0, 9.0, "1.25.0"), 1, ("faster", "outputs: MISMATCH")),
         ((1.0, 1.2, 1.0, "1.25.0"), 1, ("tie", "the gain is gone", "2.00x", "1.20x", "run the experiment again")),
@@ -530,6 +552,7 @@ def test_exit_status_by_comparison_with_a_new_runtime(folder, monkeypatch, capsy
         (("1.24.4", "1.32.0"), ((1.72, 1.10, 2.40), (1.12, 0.80, 1.50)), ()),  # not beyond noise
         (("1.24.4", "1.32.0"), ((1.72, 1.70, 1.74), (1.40, 1.38, 1.42)), ()),
         (("1.24.4", "1.32.0"), ((0.98, 0.97, 0.99), (0.90, 0.89, 0.91)), ()),  # no gain before
+        (("1.24.4", "1.24.4"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ()),  # another machine
         (("1.32.0", "1.24.4"), ((1.12, 1.10, 1.14), (1.72, 1.70, 1.74)), ("this",)),
         (("1.32.0", "1.33.0"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ("this", "other")),
         (("1.24.4", "1.32.0"), None, ()),
@@ -568,6 +591,17 @@ def test_exit_status_by_environment_that_cannot_run_the_file(folder, tmp_path, c
     new = tmp_path / "nowhere" if command is None else environment(tmp_path, command)
     assert qdq("verify", str(folder), "--runtime-python", str(new)) == status
     assert fact in capsys.readouterr().err
+
+
+def test_a_path_means_its_only_deploy_folder(folder, tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
+        assert find_bundle(path) == folder
+    shutil.copytree(folder, folder.with_name("other"))
+    for path, fact in ((tmp_path, "other"), (tmp_path / "gone", "no such"), (Path(__file__).parent, "no folder")):
+        with pytest.raises(UserError, match=fact):
+            find_bundle(path)
+    assert qdq("verify", str(folder), "auto", "--runtime-python", sys.executable) == 2
+    assert "row" in capsys.readouterr().err
 
 
 def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path):

@@ -237,6 +237,9 @@ def test_imported_insertion_points_are_tried_first(model):
     autotuner.set_profile_region(autotuner.regions[0])
     autotuner.generate()
     assert autotuner.get_resolved_insertion_points(best=False) == everything
+    autotuner = start(model)
+    autotuner.import_insertion_points({"x_QuantizeLinear_Output", "nothing_quantized", "stem.weight"})
+    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
 
 
 @pytest.mark.parametrize("searcher", ["random_mutation", "tpe"])

@@ -21,6 +21,7 @@ from harness.compat.modelopt_autotune.settings import (
     select_mode_preset,
 )
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
+from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed
 
@@ -44,6 +45,12 @@ def test_defaults_are_those_of_the_guide():
         (("-s", "0"), "--schemes_per_region is at least 1, but got 0"),
         (("--searcher", "evolutionry"), "did you mean 'evolutionary'"),
         (("--use_trtexec", "--backend", "openvino"), "choose one"),
+        (("--plugin_libraries", "none.so"), "none.so: no such file"),
+        (("--qdq_baseline", "none.onnx"), "none.onnx: no such file"),
+        (("--node_filter_list", "none.txt"), "none.txt: no such file"),
+        (("--json",), "prints no table"),
+        (("-o", "odd.txt/out"), "--output_dir odd.txt/out: cannot be created"),
+        (("--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
         (("--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' does not have it"),
         (("--trtexec_benchmark_args", "--fp16 --verbose"), "trtexec_args: backend 'simulated' does not have it"),
         (
@@ -215,3 +222,5 @@ def test_the_workflow_needs_a_benchmark_and_a_model(folder):
     with pytest.raises(AutotunerError, match="needs model_path"):
         region_pattern_autotuning_workflow()
     assert benchmark_onnx_model("model.onnx") == float("inf")
+    with pytest.raises(AutotunerError, match="timing_runs at least 1, but got 5 and 0"):
+        Benchmark(PluginSpec(use="simulated"), timing_runs=0)

@@ -122,6 +122,15 @@ def surgeon(model):
     return gs.import_onnx(model)
 
 
+def test_leaf_regions_come_first_and_hold_every_node_once(surgeon):
+    made = QDQAutotuner(surgeon)
+    made.initialize(Config(maximum_sequence_region_size=2, minimum_topdown_search_size=2))
+    kinds = [region.type for region in made.regions]
+    assert RegionType.COMPOSITE in kinds
+    assert kinds == sorted(kinds, key=lambda kind: kind is not RegionType.LEAF)
+    assert sorted(n for region in made.regions for n in region.nodes) == list(range(len(made.graph.nodes)))
+
+
 def leaf(*nodes, inputs=(), outputs=()):
     made = Region(0, 0, RegionType.LEAF)
     made.nodes, made.inputs, made.outputs = set(nodes), list(inputs), list(outputs)
@@ -155,6 +164,13 @@ def test_graph_patterns_depend_on_operators_and_wiring(surgeon):
     pattern = RegionPattern.from_region(one, surgeon)
     assert pattern == RegionPattern.from_region(two, surgeon) != RegionPattern.from_region(leaf(convs[0]), surgeon)
     assert (str(pattern)[:5], pattern.size) == ("Conv(", 2)
+    assert (pattern.is_leaf, pattern.is_composite, pattern.is_empty) == (True, False, False)
+    assert pattern.matches(RegionPattern(pattern.signature, 0))
+    assert len({pattern, RegionPattern(pattern.signature, 2)}) == 1
+    assert pattern.get_short_signature(10) == f"{pattern.signature[:7]}..."
+    assert pattern.format_tree(one, surgeon).startswith(f"Region 0: {pattern.signature}")
+    with pytest.raises(ValueError, match="within a graph"):
+        pattern.matches(one)
     scheme = pattern.get_full_insertion_scheme(one, surgeon)
     assert scheme.node_inputs == [NodeInputInsertionPoint(0, 0)], "the operator after it is computed within"
     assert {p.input_index for p in pattern.matches(two, surgeon, scheme)} == {0, 1}
@@ -192,6 +208,8 @@ def test_points_of_a_graph_resolve_to_the_readers_of_a_tensor(surgeon):
     ("op", "dtype", "shape", "slot", "skipped"),
     [
         ("MatMul", np.float32, (1, 64), 0, False), ("MatMul", np.float32, (1, 64), 1, True),
+        ("Add", np.float32, (1,), 0, True), ("Add", np.int32, (1, 64), 0, True),
+        ("BatchNormalization", np.float32, (64,), 1, True), ("Resize", np.float32, (64,), 2, True),
         ("Equal", np.float32, (1, 64), 0, True), ("Shape", np.float32, (1, 64), 0, True),
     ],
 )  # fmt: skip

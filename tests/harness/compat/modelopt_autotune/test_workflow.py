@@ -212,6 +212,7 @@ def test_float_model_is_delivered_unless_proven_faster(folder, tune, monkeypatch
     if faster:
         assert edges_in(out / "optimized_final.onnx")
         assert not (out / "not_faster.onnx").exists()
+        assert "accuracy is unknown: give --calibration_data" in printed
     else:
         assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
         assert edges_in(out / "not_faster.onnx")
@@ -230,7 +231,7 @@ def test_interrupted_confirmation_delivers_nothing(folder, tune, monkeypatch):
 
 def test_float_model_is_delivered_if_all_candidates_fail(folder, tune):
     tune.runtime.broken = True
-    tune("-s", "3")
+    assert "Final: the float model, because no placement" in tune("-s", "3")
     assert (folder / "out/optimized_final.onnx").read_bytes() == (folder / "out/baseline.onnx").read_bytes()
 
 

@@ -70,7 +70,9 @@ def test_ptq_takes_dynamic_sizes_from_the_arrays(tmp_path, modelopt):
 
 @pytest.mark.parametrize(("dims", "array", "batch"), [
     (("N", 3, "H", "W"), (5, 3, 8, 6), (1, 3, 8, 6)),
+    ((4, 3, "H", "W"), (8, 3, 8, 6), (4, 3, 8, 6)),
     (("N", 3, "H", "W"), (5, 2, 3, 8, 6), (2, 3, 8, 6)),
+    (("N", 3, 8, 6), (5, 2, 3, 8, 6), (2, 3, 8, 6)),
     (None, (5, 3, 8, 6), (1, 3, 8, 6)),
 ])  # fmt: skip
 def test_ptq_takes_the_shape_of_images(tmp_path, modelopt, dims, array, batch):

@@ -216,6 +216,15 @@ def test_mismatched_labels_and_missing_keys_are_refused(detector, data, tmp_path
             evaluate_spec(target(data, trt_engine=file), tmp_path)
 
 
+def test_permuted_categories_are_refused(detector, coco, data, labels, tmp_path):
+    for annotation in labels["annotations"]:
+        annotation["category_id"] = annotation["category_id"] % 3 + 1
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    text = data.replace(f"{coco}/annotations/instances_val2017.json", "labels.json")
+    with pytest.raises(UserError, match="categories are in another order than the model's classes"):
+        evaluate_spec(target(text, onnx_file=detector), tmp_path)
+
+
 def test_damaged_or_mismatched_engines_are_refused(detector, data, tmp_path):
     build_spec(engine(detector, "model.blob") + data, tmp_path, "openvino")
     blob, facts_file = tmp_path / "model.blob", tmp_path / "model.blob.json"
@@ -349,6 +358,20 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path, coco, data, 
     (message,) = messages
     assert message.startswith("spec: the float model itself has map 0.00")
     assert "decode (now 'ultralytics'" in message
+
+
+@pytest.mark.parametrize(("layout", "axes", "size"), [("nchw", [2, 3], (3, 8)), ("nhwc", [1, 2], (8, 3))])
+def test_layout_decides_where_two_axes_have_three_elements(layout, axes, size, tmp_path):
+    """The class of an image is its largest channel."""
+    g = GraphBuilder("square")
+    g.output(g.op("ReduceMean", g.input("images", (1, 3, 8, 3)), axes=axes, keepdims=0), name="logits")
+    (tmp_path / "images").mkdir()
+    for i, colour in enumerate(("red", "lime", "blue")):
+        Image.new("RGB", size, colour).save(tmp_path / f"images/{i}.png")
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(3)))
+    text = LABELLED.replace("preprocess: array", f"preprocess: {{use: array, layout: {layout}}}")
+    text = target(text.replace("batch_size: 2", "batch_size: 1"), onnx_file=g.save(tmp_path / "net.onnx"))
+    assert evaluate_spec(text, tmp_path).accuracy.metrics["top1"] == 1.0
 
 
 def test_evaluate_scores_labelled_arrays(tmp_path):

@@ -223,6 +223,7 @@ def test_default_output_is_in_the_models_folder(small, noise, tmp_path, given):
         (["--calibration_data", "."], "is a folder; 'qdq calib-data . -o calib.npy --preprocess NAME' writes one"),
         (["--trt_plugins", "none.so"], "none.so: no such file"),
         (["--output_path", "o.trt"], "--output_path: a name that ends in .onnx, but got o.trt"),
+        (["--calibration_shapes", "image:1x3x8x8"], "--calibration_shapes image: .* no such input; did you mean"),
         (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes 1x3x8x8: NAME:SHAPE, .*x256,input1"),
     ],
 )

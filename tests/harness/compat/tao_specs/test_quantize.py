@@ -215,6 +215,8 @@ def test_test_data_sources_replace_missing_calibration_data(detector, coco, tmp_
         (f"{layer('Gemm')}, {layer('/head/fc/*', E4M3)}", "", "'/head/fc/*' belong to entries above"),
         (f"{layer('Gemm')}, {layer('Relu')}", "", "none of the 2 nodes of 'Relu' may be quantized"),
         (layer("Gemm"), "default_layer_dtype: int8", "quantize.default_layer_dtype: int8 is ignored"),
+        (layer("Gemm"), "default_activation_dtype: native", "default_activation_dtype: native is ignored"),
+        (layer("*"), "preset: rtdetr", "'/encoder/*' matches no node"),
         (layer("Gemm"), "device: cuda", "quantize.device: cuda: backend qdq calibrates on the CPU"),
         (layer("Gemm", E5M2), "", "TensorRT takes FP8 only as E4M3"),
         (layer("Gemm"), "", "its dynamic batch is 1 in the result"),
@@ -246,6 +248,7 @@ def test_invalid_layers_are_refused(layers, problem, small, data, tmp_path):
         ("model.pth", b"PK\x03\x04", "quantize.model_path: .*model.pth is a PyTorch file.* export it"),
         ("model.bin", b"x", "the name of an ONNX file ends in .onnx, but got"),
         ("torch.onnx", b"PK\x03\x04archive/data.pkl", "is called .onnx, but is a PyTorch file"),
+        ("pickled.onnx", b"\x80\x02}q\x00.", "is called .onnx, but is a PyTorch file"),
         ("text.onnx", b"not a model", "not an ONNX file"),
         ("none.onnx", b"", "quantize.model_path: .*none.onnx: no such file or folder"),
     ],
@@ -268,6 +271,7 @@ def test_mismatched_calibration_data_is_refused(small, detector, tmp_path):
     (tmp_path / "calib.txt").touch()
     np.save(tmp_path / "wrong.npy", np.ones((2, 3, 9, 9), np.float32))
     for model, dataset, problem in (
+        (small, "empty", "dataset.preprocess: .*empty holds images"),
         (small, "calib.txt", "expected a folder of images, a .npy or an .npz file, but got calib.txt"),
         (small, "wrong.npy", "array 'images' is 3 x 9 x 9, but the input takes 1 x 3 x 8 x 8"),
         (detector, "empty, preprocess: shapes", r"dataset.calibration_data: no images \(.*\) in"),

@@ -73,6 +73,7 @@ def test_defaults_are_those_of_the_document():
         (quantize("  mode: weight_only_ptq"), "quantize.mode: Input should be 'static_ptq'"),
         (quantize("  backend: modelopt.pytorch"), "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch'"),
         (quantize("  device: gpu"), "quantize.device: cpu, cuda, cuda:N or trt, but got 'gpu'"),
+        (quantize("  preset: rtdter"), "no preset is called 'rtdter'; did you mean 'rtdetr'"),
         (quantize(layers="[]"), "at least one entry is required, for instance {module_name: Conv"),
         (quantize("  preset: extreme_int8"), "'extreme_int8' sets the quantized operators"),
         (
@@ -84,6 +85,10 @@ def test_defaults_are_those_of_the_document():
             "min_batch_size <= opt_batch_size <= max_batch_size, but got (4, 2, 1)",
         ),
         ("evaluate: {}", "give either trt_engine or onnx_file"),
+        ("evaluate: {trt_engine: a, onnx_file: b}", "give either trt_engine or onnx_file"),
+        ("dataset: {test_data_sources: {image_dir: a, labels: b}}", "labels of images are given as json_file"),
+        ("dataset: {test_data_sources: {arrays: a, json_file: b}}", "labels of arrays are given as labels"),
+        ("a: [", "spec.yaml: not valid YAML"),
         ("dataset: {test_data_sources: {image_dir: a, arrays: b}}", "give either image_dir or arrays"),
         ("evaluate: {onnx_file: b}\ndataset: {batch_size: 0}", "dataset.batch_size: Input should be greater than or"),
         ("", "spec.yaml: a spec file is a mapping of keys, but it is empty"),
