@@ -337,15 +337,15 @@ class TrtexecBenchmarker(TensorRTParameters):
         source = self.source(candidate.source(), workdir, tool.device)
         flags, cached = build_flags(source, plan, self, tool.major), list[str]()
         if self.timing_cache != "cold":
-            cache = self.timing_cache_path(f"trtexec-{tool.version}", tool.device)
+            file = self.timing_cache_path(f"trtexec-{tool.version}", tool.device)
             if self.timing_cache == "frozen":
-                if not cache.is_file():
+                if not file.is_file():
                     raise UserError(
-                        f"timing cache {cache}: no such file, and a frozen cache is never made; run shared once"
+                        f"timing cache {file}: no such file, and a frozen cache is never made; run shared once"
                     )
-                cache = Path(shutil.copy(cache, workdir / "timing.cache"))  # because trtexec writes to it
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            cached.append(f"--timingCacheFile={cache}")
+                file = Path(shutil.copy(file, workdir / "timing.cache"))  # because trtexec writes to it
+            file.parent.mkdir(parents=True, exist_ok=True)
+            cached.append(f"--timingCacheFile={file}")
         output = self._run_trtexec([*flags, *cached], BuildFailed)
         if not plan.is_file():
             raise BuildFailed(f"trtexec wrote no engine: {error_lines(output)}")
