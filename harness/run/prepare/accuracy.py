@@ -111,7 +111,7 @@ class Scoring:
             if score is not None and name != PROXY_EVALUATOR:
                 params = self.evaluators[name].params
                 said = said or low_reference_warning(score, self.metric, self.higher_is_better, params)
-        # A metric that compares with the float model says nothing about it.
+        # A metric that compares with the float model has no score of it.
         if not said and main is not None and self.metric in main.metrics and self.metric not in METRIC_CAPS:
             samples = f" on {len(main.per_item)} samples" if main.per_item else ""
             said = f"the float model scores {format_score(main.metrics[self.metric], self.metric)}{samples}"

@@ -51,8 +51,7 @@ def folder(tmp_path):
 
 def checked(folder: Path, evaluator: Any = None, calibration: Any = None, **objective: Any) -> tuple[str, ...]:
     model = {"use": "net.onnx", "preprocess": "array", "evaluator": evaluator, "calibration": calibration or {}}
-    text = json.dumps({"experiment": "e", "models": [model], "backends": ["simulated"], "objective": objective})
-    return check_experiment(parse_experiment(text, "e.yaml", folder))
+    return check_experiment(models(folder, models=[model], objective=objective))
 
 
 def top1(**data: Any) -> dict[str, Any]:
@@ -69,9 +68,9 @@ def test_calibration_images_that_are_scored_too_are_noted(folder):
 
 
 def test_all_invalid_settings_are_named_together(folder):
-    text = "experiment: e\nmodels: ['zoo:absent', 'zoo:missing']\nbackends: [absent]\nsearchers: [absent]\n"
+    absent = {"models": ["zoo:absent", "zoo:missing"], "backends": ["absent"], "searchers": ["absent"]}
     with pytest.raises(UserError) as caught:
-        check_experiment(parse_experiment(text, "e.yaml", folder))
+        check_experiment(models(folder, **absent))
     keys = [line.partition(" ")[0].rstrip(":") for line in str(caught.value).splitlines()]
     assert keys == ["searchers.0", "backends.0", "models.0", "models.1"]
 
@@ -175,24 +174,21 @@ def test_calibration_data_of_wrong_shape_are_refused(folder):
 
 
 def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder):
-    def models() -> None:
-        models = [{"use": "net.onnx"}, {"use": "zoo:resnet18"}]
-        check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml", folder))
-
-    models()
+    both = models(folder, models=[{"use": "net.onnx"}, {"use": "zoo:resnet18"}])
+    check_models(both)
     quantized = GraphBuilder("net")
     x = quantized.input("x", (1, 3, 8, 8))
     scale, zero = quantized.const(np.float32(0.1)), quantized.const(np.uint8(0))
     quantized.output(quantized.op("DequantizeLinear", quantized.op("QuantizeLinear", x, scale, zero), scale, zero))
     quantized.save(folder / "net.onnx")
     with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' shows that this model is already quantized"):
-        models()
+        check_models(both)
     (folder / "net.onnx").write_bytes(b"hello")
     assert checked(folder) == (), "a run goes on with what else there is"
     with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: "):
         checked(folder, top1())
     with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: not an ONNX file"):
-        models()
+        check_models(both)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +202,8 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder):
     ],
 )
 def test_mismatched_input_shapes_are_refused(folder, shapes, message):
-    text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
     with pytest.raises(UserError, match=message):
-        check_experiment(parse_experiment(text, "e.yaml", folder))
+        check_experiment(models(folder, models=[{"use": "net.onnx", "shapes": shapes}]))
 
 
 def test_wrong_channel_count_is_refused(folder):
@@ -217,15 +212,13 @@ def test_wrong_channel_count_is_refused(folder):
         size.dim_param = name
     onnx.save(free, folder / "free.onnx")
     for given, said in (("1x3x16x16", None), ("1x4x16x16", r"Conv '.*' takes 3 channels, but would get 1x4x16x16")):
-        text = json.dumps({"experiment": "e", "models": [{"use": "free.onnx", "shapes": {"x": given}}]})
         with nullcontext() if said is None else pytest.raises(UserError, match=rf"free\.onnx: shapes: {said}"):
-            check_experiment(parse_experiment(text, "e.yaml", folder))
+            check_experiment(models(folder, models=[{"use": "free.onnx", "shapes": {"x": given}}]))
 
 
 def test_missing_model_is_reported_before_missing_evaluator(folder):
-    text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
     with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
-        check_experiment(parse_experiment(text, "e.yaml", folder))
+        check_experiment(models(folder, models=["zoo:resnet19"], objective={"max_drop": 0.1}))
 
 
 class Keeping:
@@ -292,16 +285,14 @@ def test_searcher_without_ask_or_tell_is_refused(folder, body, missing, monkeypa
         f"class Odd:\n    {body}\n    def __init__(self, space, *, seed):\n        pass\n"
     )
     monkeypatch.syspath_prepend(str(folder))
-    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": [f"no_{missing}:Odd"]})
     with pytest.raises(UserError, match=rf"searcher 'no_{missing}:Odd': has no {missing}\(\)"):
-        check_experiment(parse_experiment(text, "e.yaml", folder))
+        check_experiment(models(folder, searchers=[f"no_{missing}:Odd"]))
 
 
 def test_missing_class_error_names_module_file(folder):
     """What is installed comes before what lies beside the experiment."""
-    text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
     with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
-        check_experiment(parse_experiment(text, "e.yaml", folder))
+        check_experiment(models(folder, searchers=["colorsys:Mine"]))
 
 
 def test_parameters_that_fit_or_cannot_be_checked_pass(folder):
@@ -311,9 +302,7 @@ def test_parameters_that_fit_or_cannot_be_checked_pass(folder):
 
 
 def with_searcher(folder: Path, use: str, params: Any) -> tuple[str, ...]:
-    searcher = {"use": use, "params": params, "label": "it"}
-    text = yaml.safe_dump({"experiment": "e", "models": ["net.onnx"], "searchers": [searcher]})
-    return check_experiment(parse_experiment(text, "e.yaml", folder))
+    return check_experiment(models(folder, searchers=[{"use": use, "params": params, "label": "it"}]))
 
 
 def test_an_evaluator_can_be_made_for_each_half(folder):
