@@ -244,10 +244,15 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
     if objective.halves:
         evaluators[SEARCH_EVALUATOR] = _require_evaluator(evaluator_spec(spec, model, work, "search"))
     if objective.minimize == "latency" and objective.max_drop is not None and main.use != "fidelity":
-        first, every = _first_stage(spec, model, work, "search" if objective.halves else None)
-        if first is not None:
-            evaluators[FIRST_STAGE_EVALUATOR] = first
-            facts["first_stage"] = every
+        whole = evaluators.get(SEARCH_EVALUATOR, main)
+        given = whole.params.get("data")
+        if isinstance(given, Mapping) and "every" not in given and "reference" not in whole.params:
+            made = registry.create_plugin("evaluator", whole.use, whole.params)
+            every = min(MAX_STAGE_STEP, getattr(made, "inferences", 0) // MIN_STAGE_IMAGES)
+            if every >= 2:  # else there are few images
+                params = {**whole.params, "data": {**given, "every": every}}
+                evaluators[FIRST_STAGE_EVALUATOR] = whole.model_copy(update={"params": params})
+                facts["first_stage"] = every
     if objective.uses_accuracy and objective.proxy and main.use != "fidelity":
         evaluators[PROXY_EVALUATOR] = make_proxy_evaluator(objective.proxy, spec, model, work)
     data = {}
@@ -264,19 +269,6 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
         expect=spec.expect,
         data=data,
     )
-
-
-def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) -> tuple[PluginSpec | None, int]:
-    """Return (evaluator on every n-th image of the search, n); the evaluator is None for few images or unknown data."""
-    whole = _require_evaluator(evaluator_spec(spec, model, work, half))
-    data = whole.params.get("data")
-    if not isinstance(data, Mapping) or "every" in data or "reference" in whole.params:
-        return None, 0
-    made = registry.create_plugin("evaluator", whole.use, whole.params)
-    every = min(MAX_STAGE_STEP, getattr(made, "inferences", 0) // MIN_STAGE_IMAGES)
-    if every < 2:
-        return None, 0
-    return whole.model_copy(update={"params": {**whole.params, "data": {**data, "every": every}}}), every
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:

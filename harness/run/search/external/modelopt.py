@@ -102,7 +102,11 @@ class ModelOptAutotune:
             raise BuildFailed(f"modelopt: no model within {self._limit_s:g} s") from error
         except OSError:
             line = ""
-        message: dict[str, Any] = json.loads(line) if line else {"failed": self._stderr_tail()}
+        message: dict[str, Any] = json.loads(line) if line else {}
+        if not line:
+            status = self._process.wait()
+            last_line = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
+            message["failed"] = f"ended with status {status}; its last output: {last_line or 'none'}"
         if "failed" in message:
             raise BuildFailed(f"modelopt: {message['failed']}")
         return None if message.get("through") else self._task.workdir / message["model"]
@@ -121,8 +125,3 @@ class ModelOptAutotune:
             "schemes_per_region": self._schemes,
             "qdq_baseline": None if self._baseline is None else str(self._baseline.resolve()),
         }
-
-    def _stderr_tail(self) -> str:
-        status = self._process.wait()
-        last_line = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
-        return f"ended with status {status}; its last output: {last_line or 'none'}"
