@@ -10,6 +10,7 @@ import pytest
 from small import qdq, save_chain
 
 from harness.base.files import read_json
+from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.study_task import make_study, study_name
 from harness.workers.sandbox import InProcess
 
@@ -59,6 +60,15 @@ def test_noise_reports_disturbed_turns(model, disturbed, monkeypatch, capsys):
     note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     assert (note in capsys.readouterr().out) is bool(disturbed)
     assert read_json(Path("n/noise.json"))["disturbed"] == float(bool(disturbed))
+
+
+def test_the_advice_of_noise_names_only_its_own_options(model, monkeypatch, capsys):
+    def changed(*_: object) -> None:
+        raise FingerprintMismatch(CHANGED_RUN_ADVICE)
+
+    monkeypatch.setattr("harness.insight.noise.noise_report", changed)
+    assert qdq("bench", "noise", model, *SIMULATED) == 2
+    assert capsys.readouterr().err.startswith("qdq: use another --out, or move")
 
 
 def test_folders_of_noise_are_named_after_the_measurement(model):

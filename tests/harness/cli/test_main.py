@@ -340,6 +340,9 @@ def test_help_shows_no_type_for_flags(capsys):
     shown = capsys.readouterr().out
     assert "--json" in shown
     assert "bool" not in shown
+    assert qdq("--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(status in text for status in ("0 done", "1 a result", "2 wrong", "3 internal", "130 interrupted"))
 
 
 @pytest.mark.parametrize(

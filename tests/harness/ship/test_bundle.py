@@ -145,14 +145,14 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path, runtime, monkeypatch
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
-@pytest.fixture(params=["openvino", "throughput", "onnxruntime", "threads", "tensorrt", "weak"])
+@pytest.fixture(params=["openvino", "throughput", "onnxruntime", "threads", "tensorrt", "tensorrt 10", "weak"])
 def program(request, tmp_path, monkeypatch):
     """Return a function that runs the functions of a deploy script, which it has as text, with command-line arguments.
 
     The model has a dynamic batch, which was timed at 1 and 2.
     """
     runtime = request.param
-    facts = TENSORRT if runtime in ("tensorrt", "weak") else describe(runtime)
+    facts = TENSORRT if runtime in ("tensorrt", "tensorrt 10", "weak") else describe(runtime)
     if facts is TENSORRT:
         fake_tensorrt(monkeypatch, 11 if runtime == "tensorrt" else 10)
     if runtime in ("threads", "weak"):
@@ -231,6 +231,9 @@ def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monk
         assert refused.value.code == 2
         assert fact in capsys.readouterr().err
     program("--input", "x=two.npy", *dynamic)
+    with pytest.raises(SystemExit):
+        program("--help")
+    assert "--at" in capsys.readouterr().out
     program("--at", "batch=2", "--output", "y.npz")
     (made,) = np.load("y.npz").values()
     assert len(made) == 2

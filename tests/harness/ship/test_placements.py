@@ -109,6 +109,9 @@ def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     assert f"{len(missing)} not expressed" in remark
     assert "qdq import theirs.onnx" in remark
     assert remark in capsys.readouterr().err
+    tuned = ("autotune", "-m", "net.onnx", "--backend", "simulated", "--max_evals", "6", "-o", "tuned")
+    assert qdq(*tuned, "--mode", "quick", "--qdq_baseline", "theirs.onnx") == 0
+    assert "not expressed" in capsys.readouterr().err
     assert f"{len(ranges.keys() & searched_tensors(space))} ranges of files" in facts["calibrated_on"]
     assert qdq("insert", "net.onnx", "--placement", "start.onnx", "-o", "again.onnx") == 0
     assert read_qdq_graph(tmp_path / "again.onnx").edges == dict(placed)

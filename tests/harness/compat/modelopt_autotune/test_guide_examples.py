@@ -20,6 +20,7 @@ from harness.compat.modelopt_autotune.workflows import benchmark_onnx_model, reg
 from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.runtimes.tensorrt import benchmarker, options
 from harness.workers.helper_process import call_in_helper_process
 from harness.workers.sandbox import Sandbox
@@ -56,6 +57,18 @@ def test_import_accepts_names_of_modelopts_function(tiny, warm_python):
     onnx.save(session.proto(session.space.resolve(session.space.quantize_all())), "quantized.onnx")
     autotuner.import_insertion_points(warm_python.evaluate("modelopt", tiny, code, "quantized.onnx"))
     assert autotuner.placement() == session.space.quantize_all()
+
+
+def test_quick_start_workflow_runs(tiny):
+    init_benchmark_instance(use_trtexec=False, **GUIDE)
+    autotuner = region_pattern_autotuning_workflow(
+        model_path="model.onnx", output_dir=Path("./results"), num_schemes_per_region=3, quant_type="int8"
+    )
+    assert autotuner.baseline_latency_ms > 0
+    assert autotuner.profiled_patterns
+    written = QDQGraph(onnx.load("results/optimized_final.onnx")).edges
+    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {edge.tensor for edge in written}
+    assert "latency" in Path("results/logs/baseline.log").read_text()
 
 
 def test_config_accepts_all_settings_of_the_guide():

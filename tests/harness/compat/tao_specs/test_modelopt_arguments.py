@@ -14,6 +14,7 @@ from harness.base.errors import UserError
 from harness.base.paths import TRUST_VARIABLE
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
+from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.spec import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS, parse_spec, require_section
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import read_signature
@@ -246,6 +247,16 @@ def test_all_samples_of_a_file_are_used(small, tmp_path, given):
     asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
     made = command.run_ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
     assert made.calibrated_on.startswith("520 samples")
+
+
+def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path):
+    g = GraphBuilder("wide", seed=1)
+    g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
+    model = str(g.save(tmp_path / "wide.onnx"))
+    with pytest.raises(UserError, match=r"--dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"):
+        command.run_ptq(["--onnx_path", model])
+    with pytest.raises(UserError, match="--size 640x640"):
+        sample_shape("array", None, model)
 
 
 def test_the_first_dtype_is_applied_to_all_and_warned(noise, tmp_path, caplog):

@@ -212,6 +212,7 @@ def test_test_data_sources_replace_missing_calibration_data(detector, coco, tmp_
     [
         (f"{layer('Convv')}, {layer('Gemm')}", "", "'Convv' matches no node; did you mean 'Conv'?"),
         (layer("Gemm"), "skip_names: [/had/*]", "skip_names: '/had/*' matches no node; did you mean '/head'"),
+        (layer("Gemm"), "skip_names: [/nothing/*]", "'/nothing/*' matches no node; known: /backbone"),
         (f"{layer('Gemm')}, {layer('/head/fc/*', E4M3)}", "", "'/head/fc/*' belong to entries above"),
         (f"{layer('Gemm')}, {layer('Relu')}", "", "none of the 2 nodes of 'Relu' may be quantized"),
         (layer("Gemm"), "default_layer_dtype: int8", "quantize.default_layer_dtype: int8 is ignored"),
