@@ -3,6 +3,9 @@
 Each fault is a placement rule of the dialects of its runtime, where the installed version and the processor have it.
 The faults were found by comparing each quantizable operator, in many shapes, alone and between others, with ONNX
 Runtime without optimizations on the same Q/DQ file. FP8 is right in all cases, because it is computed in floats.
+
+To add a fault: a row of `RUNTIME_FAULTS`, a small model with its id in `MODELS` of tests/cases/test_known_faults.py,
+where it is right with the rule and wrong without it, and its row in docs/explanation/measurement.md.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class RuntimeFault:
     """Fault of a runtime.
 
     Attributes:
-        id: Name of the placement rule.
+        id: Name of the fault, which is that of its placement rule.
         runtime: Runtime that has the fault, by the name of its package.
         text: The rule as a sentence.
         operators: Types of operators that may have the fault.
