@@ -36,7 +36,7 @@ def made(*points):
 @settings(max_examples=80)
 @given(st.lists(st.tuples(LEVELS, LEVELS), min_size=1, max_size=8))
 def test_expected_hypervolume_improvement_exact_without_variance(points):
-    front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (8.0, 0.0))
+    front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (4.0, 4.0), (8.0, 0.0), (8.0, 0.0))
     candidates = np.array(points) + 0.25
     found = expected_hypervolume_improvement(*front, candidates.T, np.full((2, len(points)), 1e-9))
     assert found == pytest.approx(grown(front, candidates), abs=1e-6)

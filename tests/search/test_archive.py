@@ -32,6 +32,7 @@ def test_ranking_puts_feasible_before_infeasible():
     assert names(archive.ranked) == ["fast", "slow", "less", "broken"]
     assert names(archive.best(2)) == ["fast", "slow"]
     assert names(archive) == ["slow", "broken", "fast", "less"], "iteration goes in the order of the tells"
+    assert names(filled(told("b", 1.0), told("a", 1.0)).ranked) == ["b", "a"]
 
 
 def test_repeated_tells_give_error_weighted_mean():

@@ -57,6 +57,8 @@ def test_searchers_are_found_by_name_or_by_module():
     assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher
     with pytest.raises(ValueError, match=r"searcher is one of .*evolutionary.*, but got 'evolution'"):
         load_searcher("evolution")
+    with pytest.raises(ValueError, match=r"os:system.*no class with ask\(\) and tell\(\)"):
+        load_searcher("os:system")
 
 
 def test_known_outcome_returns_score_or_failure_for_placement():

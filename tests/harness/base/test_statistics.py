@@ -131,3 +131,6 @@ def test_noise_floor_covers_gains_in_both_directions():
 )
 def test_speedup_verdict_by_interval_and_noise_floor(speedup, noise_floor, expected):
     assert speedup_verdict(speedup, noise_floor) == expected
+    swapped = {"faster": "slower", "slower": "faster", "tie": "tie"}
+    inverse = interval(1 / speedup.value, 1 / speedup.high, 1 / speedup.low)
+    assert speedup_verdict(inverse, noise_floor) == swapped[expected]

@@ -154,6 +154,7 @@ WRONG = [
     ("portfolio", "members", ["local", "local"]),
     ("portfolio", "members", ["missing"]),
     ("portfolio", "params", {"tpe": {}}),
+    ("portfolio", "params", {"evolutionary": {"population": 0}}),
     ("portfolio", "window", 0),
     ("portfolio", "exploration", -1.0),
 ]

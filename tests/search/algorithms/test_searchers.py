@@ -66,6 +66,34 @@ def test_exhaustive_enumerates_once_by_count_then_cost():
     assert [placement.choices.index(1) for placement in asked[1:6]] == [0, 1, 2, 3, 4]
 
 
+def test_per_pattern_starts_from_best_observed_placement():
+    space = plain_space(12, group=lambda i: f"g{i // 4}")
+    searcher = make("per_pattern", space)
+    searcher.tell(scored(space, space.float_placement(), 9.0))
+    searcher.tell(scored(space, space.quantize_all(), 3.0))
+    assert {placement.choices[4:] for placement in searcher.ask(5)} == {(1,) * 8}
+
+
+def test_optuna_gp_sampler_finds_optimum_reproducibly():
+    space = plain_space(5)
+    weights = np.array([-3.0, 2.0, -1.0, 1.0, 0.5])
+
+    def asks():
+        searcher = make("optuna", space, params={"n_startup_trials": 6})
+        searcher.tell(failed(space, space.quantize_all()))
+        asked = []
+        for _ in range(9):
+            (placement,) = searcher.ask(1)
+            asked.append(placement)
+            searcher.tell(scored(space, placement, 10 + float(weights @ placement.choices)))
+        return asked
+
+    first = asks()
+    assert Placement((1, 0, 1, 0, 0)) in first
+    assert len(set(first)) == 9
+    assert first == asks()
+
+
 @pytest.mark.parametrize("name", ["evolutionary", "nsga2", "annealing", "local"])
 def test_searchers_leave_incumbent_after_slower_remeasurement(name):
     space = plain_space(40)
@@ -98,6 +126,49 @@ def test_annealing_accepts_slower_neighbour_if_temperature_is_high():
     assert moves(1.0) < moves(0.001)
 
 
+def test_annealing_never_goes_to_a_larger_violation():
+    space = plain_space(20)
+    searcher = make("annealing", space, hottest=10.0, coldest=10.0, block=0.0, cycle=1000)
+    searcher.tell(scored(space, space.float_placement(), 10.0))
+    for _ in range(15):
+        (placement,) = searcher.ask(1)
+        assert distance(placement, space.float_placement()) <= 6
+        searcher.tell(scored(space, placement, 1.0, violation=1.0))
+
+
+def test_evolution_keeps_its_parents_against_a_tie():
+    space = plain_space(40)
+    searcher = make("evolutionary", space, population=1, block=0.0)
+    searcher.tell(scored(space, space.float_placement(), 5.0, stderr=0.1))
+    searcher.tell(scored(space, space.quantize_all(), 4.9, stderr=0.1))
+    assert all(sum(child.choices) < 20 for child in searcher.ask(10))
+
+
+def test_evolution_keeps_whole_patterns_of_its_parents():
+    space = plain_space(40, group=lambda i: f"g{i // 10}")
+    searcher = make("evolutionary", space, block=0.0, crossover=1.0)
+    searcher.tell(scored(space, space.quantize_all(), 1.0))
+    searcher.tell(scored(space, space.float_placement(), 1.1))
+    counts = [[sum(child.choices[i : i + 10]) for i in range(0, 40, 10)] for child in searcher.ask(30)]
+    assert all(count <= 3 or count >= 7 for child in counts for count in child), "few points vary"
+    assert sum(len({count >= 7 for count in child}) == 2 for child in counts) > 5, "patterns of both parents"
+
+
+def test_nsga2_selects_parents_from_whole_feasible_front():
+    space = plain_space(40)
+    searcher = make("nsga2", space, population=2, crossover=0.0)
+    ends = (space.quantize_all(), space.float_placement())
+    for placement, values in zip(ends, ((1.0, 9.0), (9.0, 1.0)), strict=True):
+        searcher.tell(scored(space, placement, values[0], objectives=values))
+    assert {sum(child.choices) > 20 for child in searcher.ask(20)} == {True, False}, "both ends of the front"
+    for half in ((1,) * 20 + (0,) * 20, (0,) * 20 + (1,) * 20):
+        searcher.tell(scored(space, Placement(half), 50.0, objectives=(50.0, 50.0)))
+    for placement in ends * 2:
+        searcher.tell(scored(space, placement, 1.0, violation=0.5, objectives=(1.0, 1.0)))
+    children = searcher.ask(20)
+    assert all(15 <= sum(child.choices) <= 25 for child in children), "what breaks the constraint is no parent"
+
+
 @cache
 def front_volume(name, seed):
     space = synthetic_space(24, groups=6, seed=seed)
@@ -121,6 +192,22 @@ def front_volume(name, seed):
 def test_surrogate_hypervolume_exceeds_evolution_and_random(name, other):
     seeds = range(2)
     assert sum(front_volume(name, s) for s in seeds) > sum(front_volume(other, s) for s in seeds)
+
+
+def test_optuna_continues_after_failures_with_several_objectives():
+    space = plain_space(6)
+    searcher = make("optuna", space, sampler="NSGAIISampler", params={"population_size": 4})
+    searcher.tell(scored(space, space.float_placement(), 5.0))
+    searcher.tell(scored(space, space.quantize_all(), 2.0, objectives=(2.0, 0.5)))
+    asked = [*searcher.ask(1)]
+    searcher.tell(failed(space, asked[0]))
+    for _ in range(8):
+        proposals = searcher.ask(2)
+        for placement in proposals:
+            searcher.tell(scored(space, placement, 3.0, objectives=(3.0, 0.1), violation=0.1))
+        asked += proposals
+    assert len(asked) == 17
+    assert len(set(asked)) > 4
 
 
 def test_per_pattern_visits_graph_order_and_revises_next_round():
@@ -199,6 +286,21 @@ def test_random_stratified_covers_sparse_and_dense_placements():
     uniform = [sum(p.choices) / 60 for p in make("random", space, density="uniform").ask(100)]
     assert min(shares) < 0.1 < 0.9 < max(shares)
     assert 0.25 < min(uniform) < max(uniform) < 0.75
+
+
+def test_random_mutation_goes_from_float_to_all_placements():
+    space = plain_space(30)
+    searcher = make("random_mutation", space)
+    assert searcher.ask(1) == [space.float_placement()]
+    searcher.tell(scored(space, space.float_placement(), 5.0))
+    assert {distance(child, space.float_placement()) for child in searcher.ask(20)} <= {1, 2, 3}
+    space = plain_space(2)
+    searcher = make("random_mutation", space, maximum_generation_attempts=50)
+    asked = []
+    while proposal := searcher.ask(1):
+        asked += proposal
+        searcher.tell(scored(space, proposal[0], 1.0))
+    assert len(set(asked)) == len(asked) == 4
 
 
 def test_random_mutation_draws_parents_from_the_best_tenth():
@@ -449,6 +551,13 @@ def test_auto_improves_with_each_component_disabled(settings):
     assert min(o.outcome.objective for o in told) < min(o.outcome.objective for o in told[:3])
 
 
+def test_auto_without_blocks_flips_single_points():
+    space = plain_space(6, role=lambda i: f"role{i}")
+    searcher = make("auto", space, rules=0, surrogate=False, blocks=False)
+    searcher.tell(scored(space, space.float_placement(), 1.0))
+    assert [p.choices.index(1) for p in searcher.ask(6) if sum(p.choices) == 1] == [0, 1, 2, 3, 4, 5], "costly first"
+
+
 def test_sensitivity_greedy_combines_individual_gains_best_first():
     space = plain_space(4)
     gains = np.array([1.0, 0.0, 2.0, 0.0])
@@ -467,6 +576,27 @@ def test_sensitivity_greedy_waits_for_base_outcome():
     searcher = make("sensitivity_greedy", plain_space(4))
     assert len(searcher.ask(5)) == 1, "nothing can be compared before the base is known"
     assert searcher.ask(5) == []
+
+
+def test_sensitivity_greedy_replaces_base_after_remeasurement():
+    space = plain_space(4)
+    searcher = make("sensitivity_greedy", space, share=1.0, direction="in")
+    searcher.tell(scored(space, space.float_placement(), 1.0, stderr=0.1))
+    asked = []
+    for number in range(6):
+        asked += searcher.ask(1)
+        for reading in (30.0, 31.0, 32.0) if number == 0 else ():
+            searcher.tell(scored(space, space.float_placement(), reading, stderr=0.1))
+        searcher.tell(scored(space, asked[-1], 4.0 + 0.5 * sum(asked[-1].choices), stderr=0.1))
+    assert sum(sum(placement.choices) > 1 for placement in asked) >= 5, "around float there is nothing to probe"
+
+
+def test_portfolio_favours_improving_member():
+    space = synthetic_space(30, groups=6)
+    searcher = make("portfolio", space, members=["random", "local"])
+    told = run_search_loop(searcher, SyntheticObjective(space, seed=0), 60, initial=common_initial_placements(space))
+    drawn = set(make("random", space).ask(60))
+    assert 2 <= sum(o.placement in drawn for o in told) < 30, "both had turns, the one that improves more of them"
 
 
 def test_portfolio_credits_gain_over_incumbent_despite_tie():
