@@ -41,6 +41,15 @@ def test_synthetic_latency_depends_on_resolved_edges_only():
         assert objective.latency_ms(placement) == known
 
 
+def test_synthetic_noise_is_repeatable_with_given_deviation():
+    space = synthetic_space(10, groups=2)
+    placement = space.quantize_all()
+    one, two = (SyntheticObjective(space, seed=0, noise=0.02) for _ in range(2))
+    readings = [one.observe(placement).outcome.objective for _ in range(500)]
+    assert two.observe(placement).outcome.objective == readings[0]
+    assert np.std(readings) == pytest.approx(0.02 * one.latency_ms(placement), rel=0.2)
+
+
 def test_run_search_loop_counts_initial_and_skips_duplicates():
     space = synthetic_space(12, groups=3)
     told = run_search_loop(
@@ -70,6 +79,11 @@ class _Broken:
 class AsksTooMuch(_Broken):
     def ask(self, n):
         return self.inner.ask(n + 1)
+
+
+class AsksInvalid(_Broken):
+    def ask(self, n):
+        return [Placement((9,) * len(self.space))] * min(n, 1)
 
 
 class RepeatsInABatch(_Broken):
@@ -130,6 +144,7 @@ class HashContract(SearcherContract):
     ("broken", "test", "message"),
     [
         (AsksTooMuch, "test_asks_are_valid_and_at_most_n", "ask"),
+        (AsksInvalid, "test_asks_are_valid_and_at_most_n", "but got 9"),
         (RepeatsInABatch, "test_a_batch_holds_different_placements", "a batch repeats a digest"),
         (GivesUpOnFailure, "test_takes_tells_that_it_never_asked_for_failures_and_repeats", "stopped after failures"),
         (SharesRandomness, "test_changes_nothing_that_it_is_given_and_no_global_state", "global random state"),
@@ -145,7 +160,7 @@ def test_contract_detects_broken_searcher(broken, test, message):
         def make(self, space, seed):
             return broken(space, seed=seed)
 
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises((AssertionError, ValueError), match=message):
         getattr(Contract(), test)()
 
 

@@ -127,6 +127,7 @@ def test_noise_floor_covers_gains_in_both_directions():
         (interval(1.03, 1.02, 1.04), 0.05, "tie"),
         (interval(0.97, 0.96, 0.98), 0.05, "tie"),
         (interval(1.06, 1.02, 1.10), 0.05, "faster"),
+        (interval(0.951, 0.94, 0.96), 0.05, "slower"),
     ],
 )
 def test_speedup_verdict_by_interval_and_noise_floor(speedup, noise_floor, expected):

@@ -179,6 +179,9 @@ def test_readings_of_a_throttled_machine_are_repeated_once(times, stable):
     assert found.disturbance == "throttled 1 times, by heat or by the container's CPU quota"
     assert (found.stable, found.disturbed) == (stable, "" if stable else found.disturbance)
     assert found.conditions == {"mhz": 3000.0, "load": 0.5}
+    engine = Engine(ChangingMachine(7), 4.0)
+    found = sample_engine(engine, SAMPLING, reference=(engine, 4.0), machine=Throttled(times))
+    assert (found.stable, bool(found.discarded_ms), bool(found.disturbance)) == (stable, True, True)
 
 
 @settings(max_examples=50)

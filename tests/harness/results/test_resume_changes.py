@@ -70,6 +70,8 @@ def age(copy: Path) -> None:
 def test_accepted_change_archives_earlier_results(copy, capsys):
     age(copy)
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
+    assert "packages.numpy: '1.0' -> " in capsys.readouterr().err
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
     assert f"accepted: the earlier results are in {TASK}.1" in capsys.readouterr().err
     assert read_text(copy / "out" / f"{TASK}.1" / "runs" / "random-0.jsonl") == before
@@ -88,6 +90,18 @@ def test_changed_model_is_refused_or_archived_if_accepted(copy, capsys):
     assert "--accept-changes" in error
     assert qdq(*command, "--accept-changes") == 0
     assert set(main_frame(load(copy / "out"))["task"]) == {TASK, f"{TASK}.1"}
+
+
+def test_added_seeds_continue_existing_results(copy, capsys):
+    (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
+    runs = copy / "out" / TASK / "runs"
+    before = read_text(runs / "random-0.jsonl")
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
+    assert "seeds: 1 added" in capsys.readouterr().err
+    assert read_text(runs / "random-0.jsonl") == before
+    assert read_text(runs / "random-1.jsonl")
+    assert not (copy / "out" / f"{TASK}.1").exists()
+    assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
 
 
 def confirmed(task: Path) -> dict[str, str]:

@@ -120,6 +120,10 @@ def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path):
     with made.open(made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         probe.sample(1)
     assert not any("hapes=" in argument for run in runs(tmp_path) for argument in run)
+    with pytest.raises(BuildFailed, match=r"profile of 'x': 1x2x2 to 4x2x2 does not cover 8x2x2"):
+        made.build(file_candidate(model(tmp_path / "m8.onnx", 8)), tmp_path)
+    with pytest.raises(BuildFailed, match=r"input 'x' has the dynamic shape -1x2x2"):
+        TrtexecBenchmarker(precision="f32").build(file_candidate(model(tmp_path / "d.onnx", "batch")), tmp_path)
 
 
 @pytest.mark.usefixtures("major")

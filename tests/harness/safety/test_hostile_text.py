@@ -56,7 +56,7 @@ def test_yaml_bombs_and_deep_nesting_are_refused(tmp_path, reader, text):
         _read(reader, path)
 
 
-@pytest.mark.parametrize("reader", ["file", "cache", "state"])
+@pytest.mark.parametrize("reader", ["file", "json", "cache", "state"])
 def test_oversized_file_is_refused_unread(tmp_path, reader):
     path = tmp_path / "file.yaml"
     with path.open("wb") as file:
@@ -76,6 +76,8 @@ def _read(reader: str, path: Path) -> object:
         return parse_experiment(path.read_text(), str(path))
     if reader == "file":
         return load_experiment(path)
+    if reader == "json":
+        return read_json(path)
     return read_cache(path) if reader == "cache" else read_state(path, {})
 
 

@@ -18,6 +18,7 @@ from harness.cli.main import main
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load
+from harness.graph.protos import encoded_size_bytes
 
 HUGE = (1, 2**40)
 EXPERIMENT = """
@@ -68,6 +69,21 @@ def test_huge_declared_shapes_are_refused_with_one_message(tmp_path, capsys, wha
     assert said in error
     assert "huge.onnx" in error
     assert "Traceback" not in error
+
+
+def test_size_of_a_tensor_is_known_without_encoding_it():
+    """Protobuf fails to encode a tensor above 2 GiB, also to find its size."""
+
+    class Table:
+        data_type, dims = TensorProto.FLOAT, (530_000, 1024)
+
+        def HasField(self, name: str) -> bool:
+            return name == "raw_data"
+
+    packed = TensorProto(data_type=TensorProto.INT4, dims=[2**22 + 1], raw_data=b"")
+    small = numpy_helper.from_array(np.zeros(7, np.int64), "shape")
+    sizes = [encoded_size_bytes(tensor) for tensor in (Table(), packed, small)]
+    assert sizes == [530_000 * 1024 * 4, 2**21 + 1, small.ByteSize()]
 
 
 @pytest.mark.parametrize("place", ["subgraph", "main graph", "constant"])

@@ -17,6 +17,7 @@ import pytest
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
+from harness.graph.load import load
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.workers.helper_process import call_in_helper_process, call_with_reports
 
@@ -173,6 +174,14 @@ print(len(load(Path(sys.argv[1])).nodes))
 sys.stdout.flush()
 __import__("os")._exit(0)
 """
+
+
+def test_a_model_is_read_without_a_fork(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("the driver forked"))
+    builder = GraphBuilder("net", seed=1)
+    half = builder.op("Sqrt", builder.const([0.25]))  # folded by ONNX Runtime
+    builder.output(builder.op("Mul", builder.input("x", (1, 8)), half))
+    assert [node.op for node in load(builder.save(tmp_path / "net.onnx")).nodes] == ["Mul"]
 
 
 def test_busy_threads_do_not_block_the_helper(tmp_path):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from harness.base.errors import UserError
+from harness.base.statistics import Interval
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling, TurnSchedule
 from harness.measure.records import Failed, Measured
 from harness.measure.sampling import Samples
@@ -120,6 +121,8 @@ def test_engines_are_built_timed_scored_and_released(sandbox, candidate):
         samples = sandbox.sample(engine.handle, SAMPLING)
         assert isinstance(samples, Samples)
         assert samples.latency_ms == (latency_ms,) * 3
+    rival = Interval(value=0.5, low=0.49, high=0.51)
+    assert sandbox.sample(first.handle, Sampling(warmup_ms=0, min_samples=11), rival).saved == 5
     assert sandbox.evaluate(first.handle) == Accuracy(metrics={"score": 0.5})
     assert sandbox.prepare(first.handle, "object") is None
     assert sandbox.evaluate(first.handle, "object") == Accuracy(metrics={"score": float(os.getpid())})

@@ -368,7 +368,8 @@ def test_description_lists_version_device_and_precisions(trt):
     assert list(facts["float_params"]) == ["f32", "tf32", "f16", "bf16"]
     json.dumps(facts)
     trt.cuda.capability = (7, 5)
-    old = TensorRTBenchmarker(precision="f16").describe()
+    old = TensorRTBenchmarker(precision="half").describe()
+    assert old["float_precision"] == "f16"
     assert list(old["float_params"]) == ["f32", "f16"]
     assert not old["float_open"]
     with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):

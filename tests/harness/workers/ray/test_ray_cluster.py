@@ -41,6 +41,7 @@ def test_cluster_results_equal_local_results(cluster, place, local):
     assert ran.journals() == local.journals()
     assert ran.table() == local.table()
     assert len(ran.processes()) == 2, "both workers built"
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert not [text for text in ran.said if "refused" in text or "lost" in text or "yields" in text]
 
 
