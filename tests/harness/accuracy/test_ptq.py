@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from onnx_models import run_onnxruntime
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
 
+from harness.accuracy.calibration.histogram_calibrators import EntropyCalibrator
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.tools import ptq
 from harness.accuracy.tools.ptq import (
@@ -39,6 +41,7 @@ from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files, move_model
+from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
 from harness.graph.rules.dialects import OPENVINO
 from harness.plugins.api import Candidate
@@ -222,8 +225,9 @@ def test_tool_crash_is_reported_with_its_exit_code(model, tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("warm_tools")
-@pytest.mark.parametrize("method", ["minmax", "max"])
-def test_minmax_and_max_equal_modelopts_ranges(model, tmp_path, method):
+@pytest.mark.parametrize("method", ["minmax", "max", "entropy"])
+def test_ranges_equal_modelopts(model, tmp_path, monkeypatch, method):
+    monkeypatch.setattr(EntropyCalibrator, "bin_count", 128)
     graph = onnx.load(quantized("modelopt_ptq", model, tmp_path / "q.onnx", "tensorrt", method=method)).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     pairs = [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] not in constants]
@@ -231,6 +235,21 @@ def test_minmax_and_max_equal_modelopts_ranges(model, tmp_path, method):
     assert len(scales) >= 4
     ranges = calibrate(model, list(scales), BATCHES, method=method)
     assert {name: max(-low, high) / 127 for name, (low, high) in ranges.items()} == pytest.approx(scales, rel=1e-6)
+
+
+@pytest.mark.assets
+@pytest.mark.usefixtures("warm_tools")
+@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
+@pytest.mark.parametrize(
+    ("tool", "name", "shapes"),
+    [("modelopt_ptq", "yolox_nano", {}), ("ort_static", "deit_tiny_patch16_224", {"input": "1x3x224x224"})],
+)
+def test_node_names_of_real_models_survive(tool, name, shapes, tmp_path):
+    model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
+    inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
+    file, batches = save_to_folder(model, tmp_path), list(random_feeds(inputs, 1, 0))
+    made = onnx.load(quantized(tool, file, tmp_path / "q.onnx", "openvino", batches))
+    assert {node.name for node in model.nodes} <= {node.name for node in made.graph.node}
 
 
 def test_fingerprint_depends_on_dialect_and_options(monkeypatch):

@@ -226,6 +226,12 @@ def test_recording_with_changed_inputs_is_refused(model, tmp_path, monkeypatch):
         recorded(save_chain(tmp_path / "other.onnx", (4,), size=8), out)
 
 
+def test_failed_placements_are_recorded(model, tmp_path):
+    outcomes = [row.outcome for row in recorded(model, tmp_path / "t.parquet", failure_rate=1.0).rows.values()]
+    assert [outcome.status for outcome in outcomes].count("measured") == 1, "the float model"
+    assert all("refuses placement" in outcome.reason for outcome in outcomes if outcome.status == "failed")
+
+
 def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_path, monkeypatch):
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space

@@ -84,6 +84,13 @@ def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
     assert unknown.reason == "no sqnr_db was recorded"
 
 
+def test_infinite_metric_counts_as_failure_under_bound(make_table):
+    infinite = outcomes_of(lambda a, b: 1.0, sqnr_db=lambda a, b: -math.inf if a and b else 20.0)
+    landscape = Landscape(make_table(dimensions=2, outcome=infinite), ("sqnr_db", -1000.0))
+    assert landscape.allowed.tolist() == [True, True, True, False]
+    assert landscape.scores[3].reason == "no sqnr_db was recorded"
+
+
 def test_readings_are_reproducible_from_evaluated_placements(make_table):
     """So a study stores no readings: they would be nine tenths of its file."""
 
@@ -139,6 +146,7 @@ def test_replay_that_fails_names_the_cause(make_table, tmp_path, monkeypatch, us
     ("options", "message"),
     [
         (["--at-least", "sqnr_db"], "METRIC=VALUE"),
+        (["--at-least", "sqnr_db=much"], "METRIC=VALUE"),
         (["--at-least", "sqnr_db=nan"], "METRIC=VALUE"),
         (["--initial", "linaer"], "did you mean 'linear'?"),
     ],
@@ -203,6 +211,14 @@ def test_table_with_optimum_among_initial_placements_warns(make_table, initial, 
     found = [note for note in notes if "all searchers are equal" in note]
     assert len(found) == (named is not None)
     assert named is None or f"the initial placement {named} is within 1 % of the optimum" in found[0]
+
+
+def test_skewed_results_show_median_and_quartiles(make_table):
+    table = make_table(dimensions=2, outcome=outcomes_of(lambda a, b: 1.0 if a or b else 100.0))
+    _, (many, _), _ = replay_all(table, ["random"], seeds=20, budget=1)
+    assert many[1].startswith("0.00 [0.00, ")
+    _, (_, one), _ = replay_all(table, ["random"], seeds=1, budget=1)
+    assert one[1] in ("0.00", "9900.00"), "a single search has no quartiles"
 
 
 def measured(latency_ms: float, **metrics: float) -> Measured:

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from made_up_tables import outcomes_of
 
+from harness.config.sections import PluginSpec
 from harness.replay.record_table import EnumeratingSearcher
 from harness.replay.replay import (
     Floats,
     Landscape,
+    ReplayRequest,
     initial_placements,
+    replay,
     replay_once,
 )
 from harness.replay.simulated_selection import (
@@ -26,6 +29,7 @@ from harness.replay.simulated_selection import (
     random_search,
     simulate_selection,
 )
+from harness.report.statistics import score_against_random
 from search.api import Placement
 
 INF = float("inf")
@@ -126,6 +130,20 @@ def test_random_search_equals_mean_over_all_orders(make_table, latency_ms, alike
         assert (abs(found.mean(axis=0) - wanted.mean(axis=0)) <= 4 * error + 1e-9).all()
         for seen, there in zip(found.T, wanted.T, strict=True):
             assert set(seen) == set(there)
+
+
+@pytest.mark.parametrize("initial", [(), ("float", "all", "linear")])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_random_searcher_matches_random_search_mean_and_score_0(make_table, noise, initial):
+    landscape, seeds = Landscape(make_table(noise=noise)), 300
+    searcher, table = PluginSpec(use="random"), landscape.table.path
+    request = ReplayRequest(searcher=searcher, table=table, seeds=range(seeds), budget=25, initial=initial)
+    searched = Searches(landscape, replay(landscape, request), 25).latency_ms
+    found = random_search(landscape, 25, initial)
+    random_ms, error = found.mean(axis=0), found.std(axis=0) / np.sqrt(seeds)
+    assert (abs(searched.mean(axis=0) - random_ms) < 4 * error + 1e-9).all()
+    scores = score_against_random(searched, random_ms, landscape.latency_ms.min(), len(initial))
+    assert 0 < abs(scores.mean()) < 4 * scores.std() / np.sqrt(seeds)
 
 
 def test_noise_increases_regret_of_random_search(make_table):

@@ -385,7 +385,18 @@ def test_cache_key_depends_on_model_data_and_method(arithmetic, cache, changes, 
     assert len(list(cache.iterdir())) == count
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"ranges": {}}', '{"ranges": {"x": [0]}}', '{"ranges": {"x": "ab"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"ranges": {}}',
+        '{"ranges": {"x": [0, NaN]}}',
+        '{"ranges": {"x": [0]}}',
+        '{"ranges": {"x": "ab"}}',
+    ],
+)
 def test_corrupt_cache_file_is_rewritten(arithmetic, cache, caplog, text):
     first = cached_ranges(KEY, arithmetic, ["x"], data())
     (path,) = cache.iterdir()

@@ -133,6 +133,7 @@ def test_halves_are_disjoint_and_stable_across_subsets(folder):
     ("spec", "message"),
     [
         ({"use": "image"}, "no kind of data is called 'image'; did you mean 'images'"),
+        ({"images": "images"}, "no kind of data is called 'None'"),
         ({**FOLDER, "label": 1}, "data.label: unknown key .* did you mean 'labels'"),
         ({"use": "images"}, "data.images: this key is required"),
         ({"use": "images", "images": "nowhere"}, "nowhere: no such file or folder"),

@@ -88,7 +88,8 @@ def test_resample_filter_is_configurable():
 @pytest.mark.parametrize(
     ("resize", "height", "scale"),
     [("shrink", 512, 0.5), ("shrink", 227, 1.0), ("shrink", 112, 2.0), ("shorter_side", 512, 0.5),
-     ("shorter_side", 128, 2.0), ("center_crop", 512, 1.0), ("center_crop", 112, 2.0)],
+     ("shorter_side", 128, 2.0), ("center_crop", 512, 1.0), ("center_crop", 112, 2.0),
+     ("stretch", 448, (224 / 488, 0.5))],
 )  # fmt: skip
 def test_scale_of_each_resize_mode_before_the_crop(resize, height, scale):
     preprocess = open_preprocess({"use": "torch_imagenet", "params": {"resize": resize}})

@@ -77,7 +77,9 @@ def one_hot(classes: int, answer: Any) -> Infer:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_top1_and_top5_of_known_logits(images, batch):
-    accuracy = top(images, batch=batch).score(logits)
+    evaluator = top(images, batch=batch)
+    assert (len(evaluator), evaluator.inferences) == (10, -(-10 // batch))
+    accuracy = evaluator.score(logits)
     assert accuracy.metrics == {"top1": 0.4, "top5": 0.8}
     assert accuracy.per_item == (1.0,) * 4 + (0.0,) * 6
     for metric in ("top1", "top5"):

@@ -175,6 +175,16 @@ def test_steps_do_not_see_held_out_samples():
         split_held_out(BATCHES[:3])
 
 
+def test_operators_without_a_changeable_bias_are_not_corrected(tmp_path):
+    net = GraphBuilder("odd", seed=0)
+    x, weight, bias = net.input("x", (1, 8)), np.ones((8, 3), np.float32), np.ones(3, np.float32)
+    net.output(net.op("Relu", net.op("MatMul", x, net.const(weight))), name="bare")
+    for beta in (0.5, 1.0):
+        net.output(net.op("Gemm", x, net.const(weight), net.const(bias), beta=beta), name=f"beta {beta}")
+    placed = _placed(load(net.save(tmp_path / "odd.onnx"), min_opset=17), tmp_path, ranges={})
+    assert [node.outputs for node in quantized_layers(placed)] == [("beta 1.0",)]
+
+
 def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(reference).sum() / np.square(found - reference).sum()))
 

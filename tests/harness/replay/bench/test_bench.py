@@ -115,6 +115,7 @@ def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
     ("changed", "message"),
     [
         ({"seeds": 10**12}, "seeds"),
+        ({"seeds": 0}, "seeds"),
         ({"searcher_s": float("inf")}, "searcher_s"),
         ({"budget": 10**12}, "budget"),
         ({"budget": 0}, "budget"),
