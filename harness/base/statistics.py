@@ -1,7 +1,7 @@
 """Medians, ratios and verdicts with their uncertainty.
 
-Latencies are skewed, have outliers and come in blocks (a build, a round). All estimates are therefore medians over
-resampled blocks, never means with normal distributions.
+Latencies are skewed, have outliers and come in blocks (a build, a round). Readings are therefore summarized
+by medians, and intervals are made over blocks, of logarithms or by resampling, never of single readings.
 """
 
 from __future__ import annotations

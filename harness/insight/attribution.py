@@ -270,10 +270,10 @@ def _attribute(
     """Measure and return the attribution; see `attribute_row`."""
     task, whole, space = timer.task, timer.whole, timer.task.space
     nothing, chosen = space.float_placement(), quantized(whole)
-    flat = timer.time({FLOAT_ROW: nothing}, "against float")[FLOAT_ROW]
-    if flat.ratio is None:
+    float_turns = timer.time({FLOAT_ROW: nothing}, "against float")[FLOAT_ROW]
+    if float_turns.ratio is None:
         raise UserError(
-            f"the float model could not be timed in turns with this row ({flat.reason}), so its speedup is unknown: "
+            f"the float model could not be timed with this row; its speedup is unknown ({float_turns.reason}): "
             "run the same command again on an idle machine; limits are those of experiment.yaml in the folder"
         )
     parts = {group: [i for i in indices if i in chosen] for group, indices in space.groups.items()}
@@ -292,8 +292,8 @@ def _attribute(
     relevant = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > floor}
     single_points = {space.dimensions[i].name: [i] for i in chosen if space.dimensions[i].group in relevant}
     points = _part_effects(timer, single_points, "points left out")
-    faster = flat.ratio.low > 1 + flat.noise_floor
-    minimal = _minimal_placement(timer, [*patterns, *points], flat.ratio) if faster else None
+    faster = float_turns.ratio.low > 1 + float_turns.noise_floor
+    minimal = _minimal_placement(timer, [*patterns, *points], float_turns.ratio) if faster else None
     layers = {}
     for name, placement in (("b", nothing), ("a", whole)):
         read = read_layers(task.benchmarkers[MAIN_BENCHMARKER], task.candidate(placement), task.work / f"layers-{name}")
@@ -305,7 +305,7 @@ def _attribute(
         sha256=row.sha256,
         method=method,
         pairs=timer.count_pairs(whole),
-        speedup=flat.ratio,
+        speedup=float_turns.ratio,
         noise_floor=timer.noise_floor,
         patterns=tuple(patterns),
         points=tuple(points),
@@ -360,11 +360,11 @@ def _accuracy_drops(timer: AblationTimer, scoring: Scoring, others: Mapping[str,
     title = "accuracy without each pattern"
     with timer.open_engines() as engines, timer.observer.work(title, len(others) + 1) as step:
         store = AccuracyStore(task.work, engines, timer.observer)
-        flat = store.float_score(task.model_file)  # some evaluators must be prepared with the float model
+        float_score = store.float_score(task.model_file)  # some evaluators must be prepared with the float model
         for name, placement in {WHOLE_PLACEMENT: timer.whole, **others}.items():
             candidate = task.candidate(placement)
             row = ExportedModel(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
-            score = store.score_row(candidate, row) if candidate.edges else flat
+            score = store.score_row(candidate, row) if candidate.edges else float_score
             step.advance()
             if isinstance(score, Failed):
                 logger.warning("%s is not scored: %s: %s", candidate.digest, score.stage, score.reason)
@@ -380,10 +380,10 @@ def _accuracy_drops(timer: AblationTimer, scoring: Scoring, others: Mapping[str,
     return drops
 
 
-def _minimal_placement(timer: AblationTimer, effects: Sequence[PartEffect], flat: Interval) -> MinimalPlacement:
+def _minimal_placement(timer: AblationTimer, effects: Sequence[PartEffect], earlier: Interval) -> MinimalPlacement:
     """Return the placement with the fewest points that keeps the gain when all steps are timed again together.
 
-    If the float model fails in that timing, its earlier latency ratio `flat` is used.
+    If the float model fails in that timing, its earlier latency ratio `earlier` is used.
     """
     dimensions = timer.task.space.dimensions
     worth = {effect.part: effect.ratio.value for effect in effects if effect.ratio is not None}
@@ -400,7 +400,7 @@ def _minimal_placement(timer: AblationTimer, effects: Sequence[PartEffect], flat
         points=tuple(dimensions[index].name for index in quantized(placement)),
         pairs=timer.count_pairs(placement),
         ratio=ratio,
-        speedup=_divide_intervals(timed[FLOAT_ROW].ratio or flat, ratio),
+        speedup=_divide_intervals(timed[FLOAT_ROW].ratio or earlier, ratio),
         tests=tests,
     )
 

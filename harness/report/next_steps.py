@@ -297,8 +297,8 @@ def _reason_and_steps(
         reason = f"the results of {backend.get('name')} contradict the files of {', '.join(wrong)}"
         return reason, [*steps, *_search_steps(task, stored)]
     beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
-    slow = [row for row in rows if row["verdict"] in ("tie", "slower")]
-    ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
+    not_faster = [row for row in rows if row["verdict"] in ("tie", "slower")]
+    ties = [row for row in not_faster if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
     if beyond and not ties:
         least = min(beyond, key=lambda row: row["drop"])
         reason = (
@@ -307,9 +307,9 @@ def _reason_and_steps(
             f"{task.goal.loss_excess(least['drop']):.2g} too much)"
         )
         return reason, [*_search_steps(task, stored), *_accuracy_steps(task, beyond)]
-    if not slow:
+    if not not_faster:
         return "", []
-    steps = [*_latency_steps(task, slow, results, base), *_search_steps(task, stored)]
+    steps = [*_latency_steps(task, not_faster, results, base), *_search_steps(task, stored)]
     if not beyond:
         within = " within the bound" if _infeasible_losses(task) else ""
         return f"none of its rows{within} is faster than the float model", steps

@@ -31,9 +31,8 @@ _IGNORED_ATTRIBUTES = frozenset({
     "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
     "output_padding", "output_shape", "pads", "ratio", "seed", "spatial", "storage_order", "training_mode", "value",
 })  # fmt: skip
-_MAX_SEARCH_STEPS = (
-    40_000  # limit of numbered nodes while sinks of one colour are compared; beyond it the first sink is used
-)
+_MAX_SEARCH_STEPS = 40_000
+"""Limit of numbered nodes while sinks of one colour are compared; beyond it the first sink is used."""
 _MAX_REFINEMENT_ROUNDS = 8
 
 

@@ -170,7 +170,9 @@ class ModelDraft:
         self._run_checker(check_valid, self.proto)
 
     def _run_checker(self, check: Callable[[*Ts], None], *args: *Ts) -> None:
-        if problem := call_in_helper_process(f"{self.source}: the check of its validity", _find_invalid, check, args):
+        if problem := call_in_helper_process(
+            f"{self.source}: the check of its validity", _validation_problem, check, args
+        ):
             raise UserError(f"{self.source}: no valid ONNX model: {problem}; export the model again")
 
 
@@ -212,7 +214,8 @@ def _check_nodes(nodes: list[onnx.NodeProto], ir_version: int, opsets: dict[str,
         checker.check_node(node, context)
 
 
-def _find_invalid(check: Callable[[*Ts], None], args: tuple[*Ts]) -> str:
+def _validation_problem(check: Callable[[*Ts], None], args: tuple[*Ts]) -> str:
+    """Return the message of the checker, which runs in the helper process; "" for a valid model."""
     try:
         check(*args)
     except checker.ValidationError as error:

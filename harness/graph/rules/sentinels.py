@@ -25,9 +25,8 @@ _MIN_GAP_RATIO = 16  # smallest number of empty bins below a cluster, 6 to 12 pe
 _MAX_CLUSTER_COUNT = 4  # several clusters, because the sum of two masks has -1e4 and -2e4
 MIN_SENTINEL_MAGNITUDE = 100.0
 """Magnitude from which a value may be a sentinel: shifted windows are masked with -100."""
-_MIN_LONE_SENTINEL_MAGNITUDE = (
-    1000.0  # 8 bits can represent one value and zeros, but the value is a sentinel if it is added to scores
-)
+_MIN_LONE_SENTINEL_MAGNITUDE = 1000.0
+"""8 bits can represent one value and zeros, but the value is a sentinel if it is added to scores."""
 
 
 @dataclass(slots=True)

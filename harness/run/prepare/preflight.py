@@ -226,7 +226,7 @@ def _dialect_name(task: TaskSpec) -> str:
 
 
 SAMPLE_COUNT = 16
-"""Largest number of scored samples."""
+"""Number of samples that are scored first."""
 UNLABELLED_SAMPLE_FACTOR = 8
 """Factor by which the samples grow if none of them has a label; after that all samples are used."""
 ASSUMED_SCORE = 0.3

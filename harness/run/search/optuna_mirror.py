@@ -62,9 +62,10 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
 
 
 class _OptunaMirror:
+    """Study of one search in the journal; it is created if it is missing."""
+
     def __init__(self, path: Path, name: str, space: Space, goal: Goal, fresh: bool) -> None:
         self._path, self._name, self._space, self._goal = path, name, space, goal
-        # Create the study if it is missing, and return its number and the number of its trials
         with _locked_file(path) as file:
             truncate_partial_line(path)
             names: list[str] = []  # by number, "" for deleted ones

@@ -307,7 +307,6 @@ class SuspectModel:
                 comparison = self._compare(tensor, feeds, None if is_whole else feeds[0])
                 if comparison is not None and comparison[2].is_wrong:
                     file, engine, checked = comparison
-                    # Operator that computes a tensor, and the operators before it in the cut, as text
                     earlier = ModelGraph(self._part_file).float_operators()[:-1]
                     behind = f" behind {', '.join(earlier)}" if 0 < len(earlier) <= MAX_OPERATORS_SHOWN else ""
                     return WrongOperator(
@@ -390,7 +389,7 @@ def _first_differing_tensor(suspect: SuspectModel, below_db: float) -> str | Non
         (name for name in candidates if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
     )
     while differing is not None:
-        # First tensor that differs on the longest path to a tensor that does
+        # Bisection of the longest path to a tensor that differs, for the first one that does
         tensors = suspect.graph.longest_path(differing)
         low, high = 0, len(tensors) - 1
         while low < high and not suspect.is_out_of_time:
