@@ -187,7 +187,7 @@ class TableSpec:
         group_by: Fields whose equal values put rows in one line; without any, each row is a line.
         spread_by: Field whose values each add the columns of `spread`; numbers are sorted, others in order of the rows.
         spread: Columns of one value of `spread_by`, formatted from the row with that value.
-        last: Headings after those of `spread`, with formatters of all rows of a line.
+        last: Headings after those of `spread`, with formatters of all rows of a line; means are those of speedups.
         drop_empty: Leave out columns without any value.
         timed: Whether the figures come from latencies, so that warnings about noise apply.
         states_noise_floor: Whether the table or its notes state the noise floors.
@@ -246,7 +246,7 @@ class TableSpec:
         marks: dict[tuple[int, str], str] = {}
         for group in groups.values():
             line: dict[str, str] = {}
-            origin: dict[str, Origin] = {head: ("", group) for head, _ in self.last}
+            origin: dict[str, Origin] = {head: ("speedup", group) for head, _ in self.last}
             spread = [(column, row, [row]) for row in group for column in self.spread]
             for column, row, behind in (*((column, group[0], group) for column in self.columns), *spread):
                 head = column.heading.format_map({**row, **words})

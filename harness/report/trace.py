@@ -128,7 +128,7 @@ def _row_number(rows: Sequence[Row], where: str, name: str) -> int:
     if where.isdecimal() and 1 <= int(where) <= len(rows):
         return int(where) - 1
     labels = [_row_labels(row) for row in rows]
-    ids = [(str(row["row"]), f"{row['task']}/{row['row']}") if "method" in row else () for row in rows]
+    ids = [(str(row["row"]), f"{row['task']}/{row['row']}") if {"method", "row"} <= row.keys() else () for row in rows]
     labelled = [number for number, each in enumerate(labels) if where in (*each[-1:], "/".join(each))]
     matches = labelled or [number for number, each in enumerate(ids) if where and where in each]
     if len(matches) == 1:
@@ -192,7 +192,9 @@ def row_sources(task: TaskResults, row: Row, of: str) -> Iterator[ValueSource]:
     """
     search = None if is_missing(row.get("seed")) else int(row["seed"])
     if row.get("verdict") == "missing" or not row["row"]:
-        yield ValueSource(head=(f"nothing was measured: {row['reason'] or 'it has not run yet'}",))
+        chosen = (pick.reason for pick in task.picks if pick.method == row["method"] and not pick.row)
+        reason = next(filter(None, (row.get("reason"), *chosen)), "it has not run yet")
+        yield ValueSource(head=(f"nothing was measured: {reason}",))
     elif of in ("builds", "minutes") and search is not None:
         yield from _trial_sources(task, {row["method"]}, search)
     elif of in ("latency", "speedup", "shrinkage", "builds"):

@@ -268,7 +268,7 @@ FASTEST = TableSpec(
     columns=(text_column("device"), number_column("bound", form="{:.3f}"), text_column("method")),
     group_by=("device", "bound", "method"),
     spread_by="model",
-    spread=(Column("{model}", _format_fastest),),
+    spread=(Column("{model}", _format_fastest, of="speedup"),),
     last=(("geometric mean", _format_mean("speedup")), ("the search against it", _format_mean("ratio"))),
     caption=(
         "Speedup of the file of each method over the float model if it is within the bound, computed right and faster. "

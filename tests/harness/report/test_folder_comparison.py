@@ -9,6 +9,7 @@ from small_results import TASK, edit_json, write_confirmation, write_task
 from typer.testing import CliRunner
 
 from harness.base.errors import UserError
+from harness.base.files import write_json
 from harness.cli.main import app
 from harness.report.folder_comparison import compare_frame, describe_differences, differing_rows
 from harness.results.folder import load
@@ -75,6 +76,14 @@ def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
     assert builds == "experiment.confirmation.builds: 3 -> 9"
     assert searcher.startswith("experiment.searchers.tpe: {")
     assert searcher.endswith(" -> None")
+
+
+@pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
+def test_a_higher_load_is_named_as_cause_if_its_folder_is_slower(folder, other, one, two, busier):
+    for path, load_average in ((folder, one), (other, two)):
+        write_json(path / TASK / "env.json", {"load_average": [load_average, 0.5, 0.5]})
+    named = [(busier in line, "likely cause" in line) for line in differences(folder, other)]
+    assert named == ([(True, busier == "first")] if busier else [])
 
 
 def test_noise_of_either_folder_is_a_warning(folder, other):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import ANY
@@ -197,6 +198,29 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder):
         "- another calibration.method than minmax, for instance mse",
         "- a looser bound, in a new results folder: at 0.01 random could be shipped, 2.00x",
     ]
+
+
+def hits(right: int) -> dict[str, object]:
+    return {"metrics": {"top1": right / 100}, "per_item": [1.0] * right + [0.0] * (100 - right)}
+
+
+@pytest.mark.parametrize(
+    ("file", "facts", "expected"),
+    [
+        ("task.json", {"calibration": {"method": "mse"}}, "- another calibration.method than mse"),
+        ("task.json", {"calibrated_on": "random data"}, "- calibration data: "),
+        ("accuracy.json", {"sha of float main": hits(80), "sha of aa main": hits(79)}, "- more images: "),
+        ("runs", {}, "- a search, "),
+    ],
+)
+def test_a_loss_beyond_the_bound_has_remedies_by_its_cause(folder, file, facts, expected):
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    assert expected not in remedies(folder)
+    if facts:
+        edit_json(folder / TASK / file, **facts)
+    else:
+        shutil.rmtree(folder / TASK / file)
+    assert expected in remedies(folder)
 
 
 def test_rows_that_are_not_faster_have_other_remedies(folder):

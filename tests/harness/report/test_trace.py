@@ -13,6 +13,7 @@ from harness.cli.main import app
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 from harness.results.folder import load
+from harness.results.lines import compress_lines
 
 
 def printed(*arguments: object) -> list[str]:
@@ -34,6 +35,10 @@ def test_trace_of_ratio_has_line_per_turn_and_computation(folder):
     assert turns[-1].endswith("ratio 2.0000")
     assert result == "geometric mean of the median ratios of 3 builds (2, 2, 2): 2"
     assert "--raw" in more
+    for path in sorted((folder / TASK).rglob("*.jsonl")):
+        compress_lines(path)
+    for cell, file in (("random:speedup", "confirmation.jsonl.gz"), ("random:minutes", "runs/random-0.jsonl.gz")):
+        assert printed(folder, cell)[1].startswith(f"{short_path(folder / TASK / file)};")
 
 
 def test_the_number_of_turns_is_an_option(folder):

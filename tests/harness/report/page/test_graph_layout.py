@@ -127,3 +127,24 @@ def test_regions_command_prints_phases_hierarchy_and_coverage(net):
     assert "max=24," in regions("--max-sequence-size", "24")
     assert json.loads(regions("--json"))["summary"]["covered"] == 28
     assert "--include-all-regions" not in regions("--include-all-regions")
+
+
+def test_a_click_shows_a_region_with_its_insertion_points(browser, tmp_path, made):
+    page, picture = tmp_path / "regions.html", made[-1]
+    page.write_text(render_graph_page(picture, "six layers"))
+    browser.open(page)
+    box = browser.run(
+        "(b => [b.left, b.top, b.width, b.height])(document.querySelector('canvas').getBoundingClientRect())"
+    )
+    width, height = picture["size"]
+    scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
+    node = picture["nodes"][0]
+    x = box[0] + (box[2] - width * scale) / 2 + (node[0] + 5) * scale
+    y = box[1] + (box[3] - height * scale) / 2 + (node[1] + 5) * scale
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    facts = browser.run("document.getElementById('facts').textContent")
+    pattern = picture["patterns"][picture["regions"][node[4]][4]]
+    assert f"Region {node[4]} (LEAF)" in facts
+    assert all(point["name"].partition("/")[2] in facts for point in pattern["points"])
+    assert browser.errors == []

@@ -125,6 +125,12 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     assert browser.run(column.format(speedup))[-1] == "-"
     browser.run(head.format(method))
     assert browser.run(column.format(method)) == sorted(before)
+    browser.run("document.querySelector('#table-main th button').focus()")
+    for kind in ("rawKeyDown", "char", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+        )
+    assert browser.run("document.querySelector('#table-main th').getAttribute('aria-sort')") == "ascending"
     assert browser.errors == []
 
 

@@ -103,8 +103,8 @@ def test_note_has_cross_fitted_loss_of_metric_over_all_images(folder, record, ha
     assert [expected in line for line in lines] == ([] if expected is None else [True])
 
 
-def edit_every_pick(**facts):
-    return lambda body: [pick.update(facts) for pick in body["picks"] if pick["method"] == "tpe"]
+def edit_every_pick(method="tpe", **facts):
+    return lambda body: [pick.update(facts) for pick in body["picks"] if pick["method"] == method]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,16 @@ def edit_every_pick(**facts):
         ("task.json", lambda facts: facts["backend"].pop("float_precision"), "the float model as it is"),
         ("task.json", {"halves": True}, f"scores and drops the other half: {TASK}."),
         ("rows.json", edit_every_pick(reason="accuracy only"), '"accuracy only":'),
+        (
+            "rows.json",
+            edit_every_pick("random", scored=2, agreement=0.875),
+            f"Full evaluations of {TASK}: random 4 of 6 (rank correlation of proxy and metric +0.88 and +0.88).",
+        ),
+        (
+            "accuracy.json",
+            lambda scores: scores["sha of float main"].update(metrics={"top1": 0.75}, per_item=[1, 1, 1, 0] * 25),
+            f"{TASK} top-1 0.7500 [0.6500, 0.8300] (100 images)",
+        ),
         (
             "accuracy.json",
             lambda scores: scores["sha of all main"].update(note=f"{WORST_PREFIX}boxes, 12.0 dB"),

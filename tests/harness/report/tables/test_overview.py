@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 
 import pandas as pd
@@ -78,7 +79,17 @@ def test_fastest_table_uses_float_if_method_misses_bound(models):
     assert rows["all"]["net"] == "1.00 (float)", "its drop breaks the bound of the experiment"
     assert rows["linear"]["geometric mean"] == "1.00 [1.00, 1.00]", "it builds nowhere"
     assert rows["random"]["the search against it"] == "1.00 [1.00, 1.00]"
+    for cell, path in (("random:other", OTHER), ("random:net", TASK), ("random:geometric mean", TASK)):
+        assert any(f"{path}/confirmation.jsonl" in line for line in trace_lines(load(models), cell, "fastest")), cell
     assert rows["all"]["the search against it"] == rows["random"]["geometric mean"] == "3.00 [3.00, 3.00]"
+
+
+def test_the_picture_shows_every_model_and_method(models):
+    draw_plots(load(models), models / "report", all_plots=False)
+    text = (models / "report" / "overview.svg").read_text()
+    shown = {"net", "other", MEAN_LABEL, "random", "all", "linear", "float bf16"}
+    assert shown <= set(re.findall("<!-- (.*) -->", text))
+    assert "hollow: breaks the bound on accuracy" in text
 
 
 def test_means_and_plots_are_by_backend(tmp_path):
@@ -120,6 +131,7 @@ def test_overview_cells_are_traceable(models):
     assert f"{OTHER}, random, seed 0 at 3 evaluations: aa" in seeds
     assert f"{OTHER}, random, seed 1 at 3 evaluations: bb" in seeds
     both = trace_cell(results, "geometric mean:all", "overview")
+    assert "nothing was measured: nothing measured" in trace_lines(results, "other:tpe", "overview")
     assert [TASK in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
 
 

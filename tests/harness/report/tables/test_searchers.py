@@ -7,12 +7,23 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from small_results import TASK, edit_json, measured, read_page_data, write_confirmation, write_task
+from small_results import (
+    TASK,
+    edit_json,
+    measured,
+    read_page_data,
+    trace_lines,
+    write_confirmation,
+    write_models,
+    write_task,
+)
 
 from harness.base.files import read_json, write_json
 from harness.measure.records import Proposal, TrialResult
 from harness.plugins.api import Layer
+from harness.report.page import graph_layout
 from harness.report.page.graph_layout import load_task_graph
+from harness.report.plots import plot_files
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
 from harness.report.render import write_report, write_tables
@@ -172,6 +183,15 @@ def test_transfer_compares_placements_on_other_backend(study):
     alike = similarity_frame(load(study))
     assert alike["rows"].item() == 4
     assert alike["spearman"].item() == pytest.approx(1.0)
+    traced = trace_lines(load(study), "one:run on two", "transfer")
+    assert any("net-two-int8/confirmation.jsonl" in line for line in traced)
+    path = study / "net-two-int8" / "rows.json"
+    body = read_json(path)
+    brought = asdict(Choice(method="from_one", kind="baseline", row="cc"))
+    rows = [row for row in body["rows"] if row["id"] != "aa"]
+    write_json(path, {"rows": rows, "picks": [brought, *(pick for pick in body["picks"] if pick["row"] != "aa")]})
+    found = transfer_frame(load(study)).set_index(["source", "target"])
+    assert found.loc[("one", "two"), "row"] == "cc", "the row of the method that transferred"
 
 
 def test_notes_state_each_scenario_and_placement_differences(study):
@@ -199,7 +219,7 @@ def test_transfer_share_is_missing_for_gain_within_noise(study):
     assert "no share if that gain is within the noise" in text
 
 
-def test_every_table_and_picture_of_a_study_is_written(study):
+def test_every_table_and_picture_of_a_study_is_written(study, monkeypatch):
     names = {table.name for table in write_tables(load(study), study / "report")}
     assert {"score", "pairs", "ablation", "transfer", "volume"} <= names
     text = (study / "report" / "pairs.md").read_text()
@@ -213,11 +233,19 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
     assert pictures[2].title == ("Searchers by mean rank; no test: 2 tasks are too few (3 are needed)")
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
+    monkeypatch.setattr(plot_files, "MAX_TRANSFER_MAPS", 0)
+    few = draw_plots(load(study), study / "report", all_plots=False)
+    assert [picture.path.name for picture in few] == names[:-1]
 
 
-def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
+def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models, monkeypatch):
+    read = []
+    monkeypatch.setattr(graph_layout, "load_task_graph", lambda task: read.append(task.name) or load_task_graph(task))
     write_report(with_models)
     page = (with_models / "report" / "index.html").read_text()
+    shutil.rmtree(with_models / "report")
+    write_report(with_models)
+    assert read == [TASK], "the stored graph is that of the models"
     kept = (with_models / TASK / "graph.json").read_bytes()
     shutil.rmtree(with_models / TASK / "models")
     write_report(with_models)
@@ -230,6 +258,9 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     write_report(with_models)
     (data,) = read_page_data((with_models / "report" / "index.html").read_text())
     assert "all" not in data["graph"]["marks"]
+    write_models(with_models / TASK / "models")
+    write_report(with_models)
+    assert read == [TASK, TASK]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
