@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -334,17 +333,11 @@ def run_experiment(
 
     Raises:
         SearcherFailures: Searchers raised unexpected errors; everything else was done.
-        UserError: One task or more failed for a reason that the user can correct; all measurements are kept.
     """
     commit = git_commit()
-    stopped: dict[str, list[str]] = {}
-    errors: list[UserError] = []
-    tasks = plan_tasks(experiment)
-    alone = len(tasks) == 1
-    known: Mapping[str, Any] | None = None
-    for spec in () if accept_changes else reversed(tasks):  # the first task counts, and reports damage itself
-        with suppress(UserError):
-            known = read_json(out / spec.name / "env.json")
+    stopped: dict[str, UserError] = {}
+    remaining = tasks = plan_tasks(experiment)
+    known = None if accept_changes else _recorded_environment(tasks, out)
 
     def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
@@ -363,11 +356,10 @@ def run_experiment(
         try:
             run_with_recovery(folder, pipeline.run, accept_changes, observer)
         except UserError as error:
-            stopped.setdefault(str(error), []).append(spec.name)
-            errors.append(error)
+            stopped[spec.name] = error
             if not isinstance(error, FingerprintMismatch):  # a refused task changes nothing
                 write_task_error(folder, str(error))
-            if not alone:  # the reason is printed once, at the end
+            if len(tasks) > 1:  # the reason is printed once, at the end
                 observer.say(f"{spec.name} stopped; the reason is printed at the end")
 
     with (
@@ -378,12 +370,28 @@ def run_experiment(
             observer.say(f"{grown}: continuing from the existing results")
         if experiment.transfer:  # all searches end before placements are transferred
             run_concurrently([partial(run, spec, site, searching=True) for spec in tasks], experiment.executor.tasks)
-            tasks = tuple(spec for spec in tasks if spec.name not in chain(*stopped.values()))
-        run_concurrently([partial(run, spec, site) for spec in tasks], experiment.executor.tasks)
-        close_results(out, [spec.name for spec in plan_tasks(experiment)])
+            remaining = tuple(spec for spec in tasks if spec.name not in stopped)
+        run_concurrently([partial(run, spec, site) for spec in remaining], experiment.executor.tasks)
+        close_results(out, [spec.name for spec in tasks])
+    _raise_failures(tasks, stopped, out)
+
+
+def _recorded_environment(tasks: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
+    """Return the content of the first readable `env.json` of the tasks; a damaged one is reported by its task."""
+    for spec in tasks:
+        with suppress(UserError):
+            return read_json(out / spec.name / "env.json")
+    return None
+
+
+def _raise_failures(tasks: Sequence[TaskSpec], stopped: Mapping[str, UserError], out: Path) -> None:
+    """Raise an error with the reasons of stopped tasks, or else one with the failed searches and their tracebacks."""
     if stopped:
-        lines = (text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items())
-        raise UserError("\n".join(lines)) from errors[0]
+        named: dict[str, list[str]] = {}
+        for name, error in stopped.items():
+            named.setdefault(str(error), []).append(name)
+        lines = (text if len(tasks) == 1 else f"{', '.join(names)}: {text}" for text, names in named.items())
+        raise UserError("\n".join(lines)) from next(iter(stopped.values()))
     broken = []
     for task in tasks:
         for search in task.runs:
@@ -393,8 +401,8 @@ def run_experiment(
                 broken.append(f"{task.name} {search.name} {end.reason}{traceback}")
     if broken:
         more = [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
-        named = "\n".join([*broken[:MAX_BROKEN_SHOWN], *more])
-        raise SearcherFailures(f"{named}; all other work is done: fix it and run the same command again")
+        shown = "\n".join([*broken[:MAX_BROKEN_SHOWN], *more])
+        raise SearcherFailures(f"{shown}; all other work is done: fix it and run the same command again")
 
 
 def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from harness.config.sections import ModelSpec, PluginSpec, Sampling
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import read_placement
+from harness.graph.qdq.import_placement import ImportedPlacement, read_placement
 from harness.graph.qdq.insert import CastInserter, Inserter, require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
@@ -238,6 +238,18 @@ def compose_task(
     task = calibrate_task(
         spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=imported_ranges
     )
+    return _add_placements(task, experiment, feeds, read_import, observer)
+
+
+def _add_placements(
+    task: Task,
+    experiment: Experiment,
+    feeds: CalibrationBatches,
+    read: Callable[[Path], ImportedPlacement],
+    observer: Observer,
+) -> Task:
+    """Return a calibrated task with its initial placements and baselines, and the models of other tools."""
+    spec, model, work, dialect = task.spec, task.model, task.work, task.dialect
     named = {start.name: start for start in experiment.initial}
     entries = [*named.values(), *(PluginSpec(use=name) for name in experiment.baselines if name not in named)]
     objective, metric = experiment.objective, None
@@ -246,7 +258,7 @@ def compose_task(
         if (evaluator := evaluator_spec(spec.model, model, work / "tools", half)) is not None:
             metric = MetricRequest(evaluator=evaluator, max_drop=objective.max_drop)
     request = QuantizationRequest(
-        model_file=model_file,
+        model_file=task.model_file,
         source=model.source,
         data=feeds,
         data_key=repr(feeds.cache_key),
@@ -265,9 +277,9 @@ def compose_task(
         space=task.space,
         model=model,
         external_models=external,
-        read=read_import,
+        read=read,
         observer=observer,
-        facts=facts,
+        facts=task.facts,
     )
     placements = design.placements(entries)
     notes = tuple(design.import_notes(entries, placements, task.inserter, dialect))

@@ -201,7 +201,6 @@ def measure(
     Args:
         incumbent: Latency of the incumbent in ms; None: there is none yet.
         gate: Decides how far a candidate is scored; by default accuracy is not checked.
-        noise: Settings for repeated builds, racing and the reference.
     """
     rival = gate.latency_to_beat(incumbent)
 

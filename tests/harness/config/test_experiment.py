@@ -31,6 +31,8 @@ def test_bare_name_is_a_plugin_without_parameters():
     ("text", "check"),
     [
         ("budget: {evaluations: [5, 10], minutes: 2.5}\ninitial: [float]", lambda e: e.budget.minutes == 2.5),
+        ("", lambda e: [s.use for s in e.initial[:5]] == ["float", "all", "linear", "linear_add", "movers"]),
+        ("", lambda e: [s.use for s in e.initial[5:]] == ["modelopt_ptq", "ort_static"]),
         ("initial: []\nbudget: {evaluations: [1]}", lambda e: e.initial == ()),
         ("initial: none\nbudget: {evaluations: [1]}", lambda e: e.initial == ()),
         (

@@ -218,6 +218,9 @@ def test_fixed_searcher_resumes_its_journal(copy, marks):
     assert read_termination(journal(copy, "Asks")) is None
     assert "Asks-1 failed" not in said
     assert "Asks-1 failed" not in (copy / "out" / "report" / "main.md").read_text()
+    marks("other")
+    status, said = again(copy)
+    assert (status, "resume refused at proposal 2" in said) == (2, True)
 
 
 def test_fixed_searcher_with_other_proposals_starts_again(copy, marks):

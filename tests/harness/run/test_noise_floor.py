@@ -72,6 +72,10 @@ def test_noise_floor_measures_rebuilds_and_is_stored(model):
     }
 
 
+def test_a_quiet_machine_has_a_small_floor(model):
+    assert noise_floor(model, build_noise=0.0, noise=0.001)[0] < 0.005
+
+
 def test_the_floor_of_another_model_or_runtime_is_refused(model):
     noise_floor(model)
     with pytest.raises(UserError, match=r"(?s)floor\.json: .*backend\.version: '1' -> '2'"):

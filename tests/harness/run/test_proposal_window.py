@@ -172,6 +172,15 @@ def test_failed_trials_are_retried_once_and_replayed_in_order(tmp_path):
     assert best.evaluations <= 14
 
 
+def test_window_of_one_alternates_ask_and_tell_and_retries_once(tmp_path):
+    path = tmp_path / "j.jsonl"
+    search(path, 0, window=1)
+    unique = [line["kind"] for line in read_records(path)[1:] if line.get("duplicate_of") is None]
+    assert unique == ["proposal", "result"] * 14
+    failed = [e.proposal.digest for e in read_journal(path) if e.result and isinstance(e.result.outcome, Failed)]
+    assert sorted(search(path, 0, window=1, retry_failed=True)[0].made) == sorted(failed), "though they fail again"
+
+
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_retry_works_if_all_initial_placements_failed(tmp_path, window):
     path = tmp_path / "j.jsonl"

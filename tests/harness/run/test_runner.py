@@ -370,7 +370,9 @@ def test_check_shows_the_plan_and_runs_nothing(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (("random, evolutionary", "randon"), "no searcher or external searcher is called 'randon'"),
+        (("random, evolutionary", "randon"), "external searcher is called 'randon'; did you mean 'random'"),
+        (("[random, evolutionary]", "[{use: random, params: {speed: 1}}]"), "has no parameter 'speed'"),
+        (("use: simulated", "use: openvinno"), "no benchmarker is called 'openvinno'; did you mean 'openvino'"),
         (("use: net.onnx", "use: not.onnx"), "not.onnx: no such file or folder"),
     ],
 )

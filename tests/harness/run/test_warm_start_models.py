@@ -104,6 +104,7 @@ def test_faster_tool_model_is_selected_by_warm_started_search(fast, folder):
     table = pd.read_csv(fast / "report" / "main.csv").set_index("method")
     assert table.loc["random", "speedup"] == table.loc["mine", "speedup"] == pytest.approx(5.0)
     assert "the same placement" in (fast / "report" / "fixed.md").read_text()
+    assert qdq("report", str(fast), "--trace", "mine:speedup") == 0
 
 
 def test_tool_model_needs_its_placement_evaluated_first(fast):

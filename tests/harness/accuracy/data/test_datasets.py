@@ -120,6 +120,7 @@ def test_halves_are_disjoint_and_stable_across_subsets(folder):
     assert 15 < len(search) < 45
     assert names("search", start=20, count=20) <= search
     whole, half = open_data({**shapes, "count": 60}), open_data({**shapes, "count": 60, "half": "report"})
+    assert names("report", count=60, every=4) == set(half.names[::4])
     assert half.fingerprint != whole.fingerprint
     assert (half.image(1) == whole.image(whole.names.index(half.names[1]))).all()
     assert [image["file_name"] for image in half.coco["images"]] == list(half.names)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from stored import JOURNAL_HEADER, write_lines
 from turns import Instant, Listening, row
 
+from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.config.sections import Sampling, TurnSchedule
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.measure.turn_log import TurnMatrix
 from harness.plugins.api import Candidate
+from harness.results.lines import compress_lines
 from harness.results.turns import read_comparison, turn_speedups
 from harness.run.confirm.confirmation import PairedComparison, run_comparison, warn_if_disturbed
 from harness.workers.engines import BuiltEngine
@@ -105,6 +108,17 @@ def test_disturbance_is_reported_and_recorded(tmp_path, disturbed):
     assert all("confirmation" in said and "100%" in said for said in observer.said)
     assert read_comparison(tmp_path / "confirmation.jsonl") == events
     assert {event.disturbed for event in events} == {disturbed}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["turns.jsonl", "turns.jsonl.gz"])
+def test_damaged_turn_is_named_with_its_line_and_file(tmp_path, name):
+    path = tmp_path / "turns.jsonl"
+    turn = '{"kind":"turn","build":0,"group":0,"round":0,"row":"a","samples_ms":[1.0]}'
+    write_lines(path, [JOURNAL_HEADER, turn, turn, turn.replace("1.0", "-1.0"), turn])
+    if name.endswith("gz"):
+        compress_lines(path)
+    with pytest.raises(UserError, match=rf"{name}, line 4: .*samples_ms"):
+        read_comparison(path)
 
 
 def test_log_of_another_runtime_is_archived(tmp_path):

@@ -78,6 +78,7 @@ def test_all_invalid_settings_are_named_together(folder):
 def test_few_images_and_random_calibration_data_are_said(folder):
     random, few = checked(folder, top1(count=12))
     assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
+    assert any("modelopt_ptq" in line for line in checked(folder, None, {"method": "mse"}))
     assert few == "model 'net': evaluator: only 12 samples: the interval is too wide to say much; score more of them"
 
 
@@ -356,6 +357,7 @@ def test_a_bound_that_the_images_cannot_resolve_is_named(metric, bound, images, 
 
 
 def test_bound_lines_group_models_by_metric():
+    assert list(bound_lines(parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml"))) == []
     models = "[{use: a.onnx, evaluator: top1}, {use: b.onnx, evaluator: coco_map}, {use: c.onnx, evaluator: top1}]"
     text = f"experiment: e\nmodels: {models}\nobjective: {{max_drop: 0.02}}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [
@@ -384,6 +386,7 @@ def test_model_unsupported_by_onnx_runtime_is_noted(folder):
 def test_more_samples_than_available_are_noted(folder, samples, said):
     found = checked(folder, top1(), {**IMAGES, "samples": samples})
     assert found == (() if said is None else (f"model 'net': {said}",))
+    assert checked(folder, top1(), IMAGES) == ()
 
 
 def test_samples_omitted_by_default_are_noted(folder):

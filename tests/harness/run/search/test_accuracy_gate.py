@@ -64,6 +64,7 @@ def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text, bound):
         ("max_latency: 5", "'minimize: accuracy' and 'max_latency'"),
         ("minimize: loss", "objective.minimize: Input should be 'latency', 'pareto' or 'accuracy', but got 'loss'"),
         ("max_dropp: 0.01", "objective.max_dropp: unknown key; did you mean 'max_drop'"),
+        ("halves: 1", "objective.halves: Input should be a valid boolean"),
         ("proxy: -1", "objective.proxy: Input should be greater than or equal to 0"),
     ],
 )
@@ -139,12 +140,15 @@ def test_proxy_rejection_gives_predicted_violation():
     assert not believed.assumed
     unknown = score(goal, 12.0, **{PROXY: 30.0})
     assert (unknown.violation, unknown.assumed) == (0.0, True)
+    held = score(goal, 20.0, map=0.5)
+    assert sorted([believed, unknown, held], key=lambda found: found.rank) == [held, unknown, believed]
 
 
 def test_violation_of_lower_is_better_metric_and_prediction():
     goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
     assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
     assert goal.violation({PREDICTED_METRIC: 0.15}) == pytest.approx(0.03)
+    assert goal.violation({"error": 0.11}) == goal.violation({}) == 0.0
 
 
 class Evaluators:

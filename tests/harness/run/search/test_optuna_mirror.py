@@ -114,4 +114,5 @@ def test_damaged_mirror_file_only_warns(tmp_path, caplog, text):
     path = tmp_path / "optuna.journal"
     path.write_bytes(text)
     mirror_to_optuna(path, "a", SPACE, Goal(), fresh=False)(trial(0))
-    assert "no live view of a" in caplog.text
+    mirror_to_optuna(tmp_path / "nowhere" / "optuna.journal", "b", SPACE, Goal(), fresh=True)(trial(0))
+    assert all(f"no live view of {name}" in caplog.text for name in "ab")

@@ -228,6 +228,7 @@ def test_nan_in_engine_is_wrong_and_in_file_not_checked():
     found = compare_with_file(floats, nan, floats)
     assert found.verdict == "not checked"
     assert "NaN" in found.reason
+    assert compare_with_file(*[[{"y": np.arange(5)}]] * 3).verdict == "not checked", "no float output"
 
 
 def test_infinite_values_of_the_file_are_ignored():
