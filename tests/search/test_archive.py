@@ -124,8 +124,12 @@ def test_remeasured_incumbent_loses_rank_if_slower():
 
 
 def test_repeated_tells_pool_each_objective():
-    (entry,) = filled(told("a", 1.0, objectives=(1.0, 0.2)), told("a", 3.0, objectives=(3.0, 0.4))).ranked
+    one, two = told("a", 1.0, objectives=(1.0, 0.2)), told("a", 3.0, objectives=(3.0, 0.4), violation=0.2)
+    (entry,) = filled(one, two).ranked
     assert entry.score.objectives == pytest.approx((2.0, 0.3))
+    assert entry.score.violation == pytest.approx(0.1)
+    (entry,) = filled(*(told("a", n, violation=n, stderr=2.0) for n in (1.0, 3.0))).ranked
+    assert entry.score.violation == pytest.approx(2.0)
     (entry,) = filled(told("a", 1.0), told("a", 3.0, objectives=(3.0, 0.4))).ranked
     assert entry.score.objectives == (3.0, 0.4), "the latest where they do not match"
 

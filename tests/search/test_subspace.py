@@ -46,7 +46,7 @@ def test_subspace_searcher_changes_only_its_dimensions():
 def test_subspace_searcher_ignores_observations_off_its_base():
     made, (recorder,) = part((0, 1, 2, 3), Placement((0, 0, 0, 0, 1, 0, 1, 0)))
     made.tell(told(Placement((1, 0, 0, 0, 1, 0, 1, 0))))
-    made.tell(told(Placement((1, 0, 0, 0, 0, 0, 0, 0))))
+    made.tell(told(Placement((0, 1, 0, 0, 0, 0, 0, 0))))
     (observation,) = recorder.told
     assert observation.placement == Placement((1, 0, 0, 0))
     assert observation.digest == recorder.space.digest(observation.placement)
@@ -57,8 +57,9 @@ def test_searchers_are_found_by_name_or_by_module():
     assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher
     with pytest.raises(ValueError, match=r"searcher is one of .*evolutionary.*, but got 'evolution'"):
         load_searcher("evolution")
-    with pytest.raises(ValueError, match=r"os:system.*no class with ask\(\) and tell\(\)"):
-        load_searcher("os:system")
+    for use in ("os:system", "search.api:Space"):
+        with pytest.raises(ValueError, match=rf"{use}.*no class with ask\(\) and tell\(\)"):
+            load_searcher(use)
 
 
 def test_known_outcome_returns_score_or_failure_for_placement():
