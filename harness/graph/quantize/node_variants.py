@@ -97,6 +97,10 @@ class NodeVariant:
     bias: tuple[int, RequestBit] | None
 
 
+_TiedBit = tuple[bool, int, int, int]
+"""Whether it is of a producer, index of the node, bit of the quantized input or output, and bit of its shared scale."""
+
+
 class NodeVariants:
     """Variants of the nodes of a model, in a dialect's form; each edge of placements is checked once."""
 
@@ -116,10 +120,14 @@ class NodeVariants:
         self._opset = opset_versions(model.proto).get("", 0)
         self._precisions = sorted(dialect.precisions)
         self._known: dict[tuple[str, str, int, str], tuple[int, int, int, int]] = {}
-        self._joins = {
-            precision: [(node, self._bits_to_share(node, precision)) for node in scales.links.joins]
-            for precision in dialect.precisions
-        }
+        joined: dict[str, list[tuple[Node, int]]] = defaultdict(list)
+        for node in scales.links.joins:
+            decisive = sum(self._bits_to_share(node, precision) for precision in self._precisions)
+            joined[scales.links.group_name(node.inputs[0])].append((node, decisive))
+        # A search asks for many placements; the bits of a cluster are found once for each state of its operators.
+        self._clusters: list[tuple[list[tuple[Node, int]], dict[tuple[int, ...], list[_TiedBit]]]] = [
+            (nodes, {}) for nodes in joined.values()
+        ]
 
     def choose(self, resolved: Resolved) -> tuple[list[NodeVariant], list[EncodedPairs]]:
         """Return the variants of the nodes for a placement, and the pairs after each node, last after the inputs."""
@@ -142,12 +150,14 @@ class NodeVariants:
             maker = model.producer[name]
             made[maker] |= makers[maker].bit(RequestBit("final", name, precision))
             read[maker] |= readers[maker].bit(RequestBit("renamed", name))
-        for precision, joins in self._joins.items():
-            for name, tie in self._shared_scales(joins, read).items():
-                maker = model.producer.get(name, GRAPH_INPUT_INDEX)
-                _add_tie(makers[maker], made, maker, RequestBit("tied", name, precision, tie))
-                for index, number in model.consumers.get(name, ()):
-                    _add_tie(readers[index], read, index, RequestBit("tied", number, precision, tie))
+        for cluster, known in self._clusters:
+            state = tuple([read[node.index] & decisive for node, decisive in cluster])
+            if state not in known:
+                known[state] = self._find_tied_bits([node for node, _ in cluster], state)
+            for at_producer, index, needed, bit in known[state]:
+                row = made if at_producer else read
+                if row[index] & needed:
+                    row[index] |= bit
         for index in self._products:  # nodes are in order: the Add of a bias comes later
             bias = readers[index][read[index]].bias
             if bias is not None:
@@ -198,19 +208,34 @@ class NodeVariants:
             slots = [slot for slot, name in enumerate(node.inputs) if name not in self._model.constants]
         return sum(self._readers[node.index].bit(RequestBit("quantized", slot, precision)) for slot in slots)
 
-    def _shared_scales(self, joins: Sequence[tuple[Node, int]], read: Sequence[int]) -> Mapping[str, SharedScale]:
+    def _find_tied_bits(self, nodes: Sequence[Node], state: tuple[int, ...]) -> list[_TiedBit]:
+        """Return the bits of inputs and outputs with a scale that depends on other tensors; see `_shared_scales`."""
+        found: list[_TiedBit] = []
+        for precision in self._precisions:
+            for name, tie in self._shared_scales(nodes, state, precision).items():
+                maker = self._model.producer.get(name, GRAPH_INPUT_INDEX)
+                places: list[tuple[bool, VariantTable[Any], int, int | str]] = [
+                    (False, self._readers[index], index, slot) for index, slot in self._model.consumers.get(name, ())
+                ]
+                for at_producer, table, index, place in (*places, (True, self._makers[maker], maker, name)):
+                    needed = table.bit(RequestBit("quantized", place, precision))
+                    tied = table.bit(RequestBit("tied", place, precision, tie))
+                    found.append((at_producer, index, needed, tied))
+        return found
+
+    def _shared_scales(self, nodes: Sequence[Node], state: Sequence[int], precision: str) -> Mapping[str, SharedScale]:
         """Return the shared scale of each tensor at one precision, without tensors that have their own.
 
         Args:
-            joins: Operators whose tensors may share scales, in topological order, each with the bits of the inputs that
-                must be quantized for this.
-            read: Bits of the inputs of each node.
+            nodes: Operators whose tensors may share scales, in topological order.
+            state: Bits of the inputs of each node that decide whether its tensors share a scale.
         """
         parents: dict[str, str] = {}
         origin: dict[str, str] = {}
         concats: list[str] = []
-        for node, needed in joins:
-            if read[node.index] & needed != needed or not (needed or node.index in self._scales.links.fixed):
+        for node, bits in zip(nodes, state, strict=True):
+            needed = self._bits_to_share(node, precision)
+            if bits & needed != needed or not (needed or node.index in self._scales.links.fixed):
                 continue
             first = node.inputs[0]
             if node.op == "Concat":
@@ -304,9 +329,3 @@ class NodeVariants:
 
 def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:
     return {(mark.place, mark.precision): mark.tie for mark in marks if mark.kind == "tied" and mark.tie is not None}
-
-
-def _add_tie(table: VariantTable[Any], masks: list[int], index: int, tied: RequestBit) -> None:
-    """Set the bit of a scale that depends on other tensors if the input or output is quantized, in place."""
-    if masks[index] & table.bit(tied._replace(kind="quantized", tie=None)):
-        masks[index] |= table.bit(tied)

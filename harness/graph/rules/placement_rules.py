@@ -36,7 +36,7 @@ from harness.graph.rules.precision_sensitive import (
     find_sentinel_constants,
     find_unquantizable_constants,
 )
-from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, RuntimeFault, find_affected_nodes
+from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
 
 _GENERATED_OPS = (
     ACTIVATION_OPS
@@ -57,6 +57,7 @@ class _InputSite(NamedTuple):
         tensor: Tensor at this input; "" if it is omitted.
         is_linear: Whether the node is a linear operator of the dialect.
         is_convolution: Whether the node is a convolution.
+        faults: Known faults of the runtime at INT8 that affect the node, by id.
     """
 
     model: Model
@@ -67,6 +68,7 @@ class _InputSite(NamedTuple):
     tensor: str
     is_linear: bool
     is_convolution: bool
+    faults: tuple[str, ...]
 
     @property
     def type(self) -> TensorType | None:
@@ -103,7 +105,10 @@ def first_violated_rule(
     """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal."""
     tensor = node.inputs[slot] if slot < len(node.inputs) else ""
     linear, convolution = node.op in dialect.linear_ops, node.op in CONVOLUTION_OPS
-    site = _InputSite(model, dialect, node, slot, precision, tensor, linear, convolution)
+    affected = model.cached_analysis(find_affected_nodes)
+    known = dialect.faults if precision == "int8" else ()
+    faults = tuple([fault.id for fault in known if node.index in affected[fault.id]])
+    site = _InputSite(model, dialect, node, slot, precision, tensor, linear, convolution, faults)
     return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)
 
 
@@ -265,9 +270,8 @@ def find_inner_tensors(model: Model) -> frozenset[str]:
     return frozenset(found)
 
 
-def _meets_fault(fault: RuntimeFault, site: _InputSite) -> bool:
-    affected = site.node.index in site.model.cached_analysis(find_affected_nodes)[fault.id]
-    return affected and site.precision == "int8" and fault in site.dialect.faults
+def _meets_fault(fault: str, site: _InputSite) -> bool:
+    return fault in site.faults
 
 
 PLACEMENT_RULES: tuple[PlacementRule, ...] = (
@@ -367,7 +371,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         _is_absorbed,
     ),
     *(
-        PlacementRule(fault.id, fault.rule, partial(_meets_fault, fault))
+        PlacementRule(fault.id, fault.rule, partial(_meets_fault, fault.id))
         for fault in RUNTIME_FAULTS
         if not fault.both_sides
     ),

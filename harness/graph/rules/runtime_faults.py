@@ -640,24 +640,22 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     or Relu that the pair computes.
     """
     found: dict[str, frozenset[int]] = {}
-    nodes = [node for node in model.nodes if not node.opaque and node.inputs]
-    repeated = {node.index: find_repeated_input(model, node) for node in nodes}
+    rows = []
+    for node in model.nodes:
+        if not node.opaque and node.inputs:
+            activations = list(filter(model.is_activation, node.inputs))
+            rows.append((node, find_repeated_input(model, node), activations))
     for fault in RUNTIME_FAULTS:
         affected, tensors = set(), set[str]()
-        for node in nodes if fault.both_sides else reversed(nodes):
-            slot = repeated[node.index]
-            passes, activations = slot is not None, list(filter(model.is_activation, node.inputs))
-            if fault.both_sides:
-                before, behind = [node.inputs[slot or 0]], list(node.outputs)
-                passes |= node.op in _PROPAGATING_OPS | {"Clip", "Relu"}
-            else:
-                before, behind = list(node.outputs), activations
-                scales = fault.runtime == "openvino" and node.op in _SCALING_OPS and len(activations) == 1
-                passes |= scales or node.op in _PASSING_OPS[fault.runtime]
+        passing = _PROPAGATING_OPS | {"Clip", "Relu"} if fault.both_sides else _PASSING_OPS[fault.runtime]
+        scaling = _SCALING_OPS if fault.runtime == "openvino" and not fault.both_sides else frozenset[str]()
+        for node, slot, activations in rows if fault.both_sides else reversed(rows):
+            passes = slot is not None or node.op in passing or (node.op in scaling and len(activations) == 1)
+            before = [node.inputs[slot or 0]] if fault.both_sides else node.outputs
             is_passed_on = passes and not tensors.isdisjoint(before)
             if is_passed_on or (node.op in fault.operators and fault.matches(model, node)):
                 affected.add(node.index)
                 if fault.is_passed:
-                    tensors.update(behind)
+                    tensors.update(node.outputs if fault.both_sides else activations)
         found[fault.id] = frozenset(affected)
     return found
