@@ -21,22 +21,25 @@ from pathlib import Path
 import numpy as np
 from large_report import MODEL, command_module, run_python, write_experiment
 
-CHILD = """
+CHILD = '''
 import contextlib, io, itertools, json, sys, tempfile, time
 from importlib import import_module
 from pathlib import Path
 checkout, scratch, command = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 sys.path.insert(0, str(checkout / "tests" / "benchmarks"))
 import test_discovery_benchmark as discovery, test_insert_benchmark as insertion
-if command == "harness.cli":  # the names of commit 3ca0195
-    from harness.replay.landscape import Landscape
-    from harness.tables import read_table
-    from search.algorithms.auto import AutoSearcher
-else:
-    from harness.runtimes.replay import read_table
-    from harness.replay.replay import Landscape
-    from search.algorithms.model_based import AutoSearcher
-from harness.replay.replay import replay_once
+
+def find(name, *modules):
+    """Return an object by its name, from the first module that the checkout has; older names come first."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            return getattr(import_module(module), name)
+
+read_table = find("read_table", "harness.tables", "harness.benchmark_table", "harness.runtimes.replay")
+landscapes = "harness.studies.landscape", "harness.studies.recorded_landscape", "harness.replay.replay"
+Landscape = find("Landscape", *landscapes)
+replay_once = find("replay_once", "harness.studies.replay", "harness.replay.replay")
+AutoSearcher = find("AutoSearcher", "search.algorithms.auto", "search.algorithms.model_based")
 from search.algorithms.random import RandomSearcher
 
 def insert(dialect):
@@ -68,7 +71,7 @@ for line in sys.stdin:
     started_s = time.process_time()
     steps[json.loads(line)]()
     print(json.dumps(time.process_time() - started_s), flush=True)
-"""
+'''
 
 
 class Turns:
@@ -81,7 +84,9 @@ class Turns:
             write_experiment(
                 scratch / f"{name}.yaml", 1, 1, evaluations, searchers=["random"], seeds=[0], sharing="region"
             )
-        command = [sys.executable, "-c", CHILD, str(checkout), str(scratch), command_module(checkout)]
+        own = checkout / ".venv" / "bin" / "python"  # knows the plug-ins of the checkout
+        python = own if own.exists() else sys.executable
+        command = [str(python), "-c", CHILD, str(checkout), str(scratch), command_module(checkout)]
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._child = subprocess.Popen(
             command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -23,6 +23,13 @@ def model(tmp_path, monkeypatch):
     return str(save_chain(tmp_path / "net.onnx", (4, 6, 8), size=8))
 
 
+@pytest.mark.parametrize("level", ["processes", "builds", "readings"])
+def test_noise_needs_two_of_each_level(model, capsys, level):
+    assert qdq("bench", "noise", model, *SIMULATED, f"--{level}", "1") == 2
+    assert f"--{level}" in capsys.readouterr().err
+    assert list(Path().iterdir()) == [Path(model).relative_to(Path().absolute())]
+
+
 def test_a_finished_table_is_not_overwritten_by_another_one(model, capsys):
     table = ("bench", "record", model, *SIMULATED, "--out", "t.parquet", "--dimensions")
     assert qdq(*table, "2") == 0

@@ -1,6 +1,7 @@
 """The pattern cache: what is kept, what merging does, what a similar model gets, and what a hostile file gets."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -103,6 +104,16 @@ def test_written_cache_is_read_back(tmp_path_factory, found):
     path = tmp_path_factory.getbasetemp() / "cache.yaml"
     write_cache(cache(*found), path)
     assert read_cache(path) == cache(*found)
+
+
+def test_failed_write_keeps_the_old_cache(tmp_path, monkeypatch):
+    path = tmp_path / "cache.yaml"
+    write_cache(cache(), path)
+    monkeypatch.setattr(Path, "write_text", lambda part, text, **_: part.write_bytes(text[:9].encode()) and 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        write_cache(cache(scheme(1)), path)
+    assert read_cache(path) == cache()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def model(blocks):

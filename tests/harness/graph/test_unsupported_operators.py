@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnx_models import by_name, everywhere, loaded
+from onnx_models import by_name, everywhere, loaded, normal, run_onnxruntime
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
@@ -101,6 +101,18 @@ def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     (own,) = (node for node in model.proto.graph.node if node.op_type == op)
     assert kept == own
     assert own.name not in quantized
+
+
+@pytest.mark.parametrize("op", ["If", "Loop", "Scan"])
+def test_results_around_subgraphs_stay_right(op):
+    proto = odd(CASES[op][0])
+    model = loaded(proto, "odd.onnx")
+    feeds = {"x": normal(4, 1, 16)} | ({"flag": np.array(True)} if op == "If" else {})
+    inserter = Inserter(model, ONNXRUNTIME, dict.fromkeys(model.types, (-16.0, 16.0)))
+    (want,) = run_onnxruntime(proto, feeds)
+    np.testing.assert_array_equal(run_onnxruntime(inserter.insert(()), feeds)[0], want)
+    (got,) = run_onnxruntime(inserter.insert(everywhere(model, ONNXRUNTIME)), feeds)
+    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
 
 
 @by_name("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT])

@@ -9,6 +9,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx_models import run_onnxruntime
+from pycocotools import mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from harness.base.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION, GraphBuilder
@@ -105,8 +108,6 @@ def run(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 Floats = np.ndarray
-FEWEST = 0.01
-OVERLAP = 0.65
 
 
 def test_the_committed_file_is_below_one_megabyte():
@@ -137,6 +138,28 @@ def test_openvino_agrees_with_onnx_runtime():
     compiled = openvino.Core().compile_model(str(TRAINED_MODEL_PATH), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     image = draw_split("evaluation", 1).images[0]
     np.testing.assert_allclose(compiled(blob(image))[0][0], session(TRAINED_MODEL_PATH)(image), rtol=1e-3, atol=1e-3)
+
+
+def test_map_by_a_decoder_apart_from_that_of_the_package():
+    infer, shapes, found = session(TRAINED_MODEL_PATH), draw_split("evaluation", 30), []
+    for number, image in enumerate(shapes.images, 1):
+        rows = infer(image)
+        boxes = np.concatenate([rows[:, :2] - rows[:, 2:4] / 2, rows[:, 2:4]], 1)
+        for category, scores in enumerate(rows[:, 4:].T, 1):
+            left = [index for index in np.argsort(-scores) if scores[index] > 0.01]
+            while left:
+                best, *others = left
+                found.append([number, *boxes[best], scores[best], category])
+                overlaps = mask.iou(boxes[[best]].astype(float), boxes[others].astype(float), [0] * len(others))
+                left = [index for index, overlap in zip(others, np.ravel(overlaps), strict=True) if overlap <= 0.65]
+    truth = COCO()
+    truth.dataset = shapes.coco
+    truth.createIndex()
+    evaluation = COCOeval(truth, truth.loadRes(np.array(found)), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    assert evaluation.stats[0] > 0.8
 
 
 def blob(image: np.ndarray) -> Floats:

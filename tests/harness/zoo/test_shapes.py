@@ -1,9 +1,12 @@
 """The made-up data set: reproducible, disjoint splits with labels that fit the pixels."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx_models import run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
@@ -57,3 +60,18 @@ def test_unknown_split_and_count_below_one_are_refused():
         draw_split("eval")
     with pytest.raises(UserError, match=r"shapes: count must be at least 1 .*, but got 0"):
         draw_split("train", 0)
+
+
+def test_training_is_deterministic_and_its_export_equal(tmp_path):
+    torch = pytest.importorskip("torch")
+    train_shapes = importlib.import_module("train_shapes")
+    data = draw_split("train", 4)
+    model, again = (train_shapes.train(data, epochs=1, batch=4, seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    image = np.random.default_rng(0).random((1, 3, IMAGE_SIZE_PX, IMAGE_SIZE_PX), np.float32)
+    with torch.no_grad():
+        want = model(torch.from_numpy(image)).numpy()
+    with pytest.warns(DeprecationWarning, match="legacy TorchScript-based ONNX export"):
+        train_shapes.export(model, tmp_path / "model.onnx")
+    (got,) = run_onnxruntime(tmp_path / "model.onnx", {"images": image}, ["detections"])
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
