@@ -645,11 +645,13 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
         if not node.opaque and node.inputs:
             activations = list(filter(model.is_activation, node.inputs))
             rows.append((node, find_repeated_input(model, node), activations))
+    present = {node.op for node, _, _ in rows}
     for fault in RUNTIME_FAULTS:
         affected, tensors = set(), set[str]()
+        candidates = rows if fault.operators & present else []
         passing = _PROPAGATING_OPS | {"Clip", "Relu"} if fault.both_sides else _PASSING_OPS[fault.runtime]
         scaling = _SCALING_OPS if fault.runtime == "openvino" and not fault.both_sides else frozenset[str]()
-        for node, slot, activations in rows if fault.both_sides else reversed(rows):
+        for node, slot, activations in candidates if fault.both_sides else reversed(candidates):
             passes = slot is not None or node.op in passing or (node.op in scaling and len(activations) == 1)
             before = [node.inputs[slot or 0]] if fault.both_sides else node.outputs
             is_passed_on = passes and not tensors.isdisjoint(before)

@@ -112,7 +112,7 @@ def test_results_around_subgraphs_stay_right(op):
     (want,) = run_onnxruntime(proto, feeds)
     np.testing.assert_array_equal(run_onnxruntime(inserter.insert(()), feeds)[0], want)
     (got,) = run_onnxruntime(inserter.insert(everywhere(model, ONNXRUNTIME)), feeds)
-    assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
+    assert 0 < np.abs(got - want).max() < 0.2 * np.abs(want).max()
 
 
 @by_name("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT])
