@@ -143,6 +143,7 @@ class ActivationScales:
         self._ranges = ranges
         self._depthwise = depthwise_inputs(model) if choices.depthwise == "channel" else {}
         self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
+        self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPairs] = {}
         self._joint_ranges: dict[SharedScale, tuple[float, float] | None] = {}
         self.links = ScaleLinks(model, dialect)
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
@@ -232,6 +233,9 @@ class ActivationScales:
             final: Precision of a quantized output of the model, whose pair at this precision gets the tensor's name;
                 None for other tensors.
         """
+        key = (tensor, precision, tie, final)
+        if key in self._pairs:  # the producer and each consumer ask for it
+            return self._pairs[key]
         scale, zero = self.scale_and_zero_point(tensor, precision, tie)
         name = f"{tensor}{NAME_PREFIX}{precision}{'.shared' if tie and tie.members else ''}"
         source = tensor if final is None else tensor + FLOAT_BIAS_PREFIX
@@ -239,7 +243,8 @@ class ActivationScales:
         # Zero points are few and shared, except where the runtime would change them; scales are one per tensor.
         own = self._own_zeros and zero.any()
         zero_name = f"{name}.zero" if own else f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}"
-        return _encode_pair(name, source, output, {f"{name}.scale": scale, zero_name: zero})
+        self._pairs[key] = _encode_pair(name, source, output, {f"{name}.scale": scale, zero_name: zero})
+        return self._pairs[key]
 
     def encode_channel_pair(self, tensor: str, *, final: bool = False) -> EncodedPairs:
         """Return the INT8 pair with one scale for each channel; see `channel_scales`.
