@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -640,24 +641,24 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     or Relu that the pair computes.
     """
     found: dict[str, frozenset[int]] = {}
-    rows = []
+    rows, nodes_by_op = [], defaultdict[str, list[Node]](list)
     for node in model.nodes:
         if not node.opaque and node.inputs:
             activations = list(filter(model.is_activation, node.inputs))
             rows.append((node, find_repeated_input(model, node), activations))
-    present = {node.op for node, _, _ in rows}
+            nodes_by_op[node.op].append(node)
     for fault in RUNTIME_FAULTS:
-        affected, tensors = set(), set[str]()
-        candidates = rows if fault.operators & present else []
+        operators = fault.operators & nodes_by_op.keys()
+        affected = {node.index for op in operators for node in nodes_by_op[op] if fault.matches(model, node)}
+        tensors = set[str]()
         passing = _PROPAGATING_OPS | {"Clip", "Relu"} if fault.both_sides else _PASSING_OPS[fault.runtime]
         scaling = _SCALING_OPS if fault.runtime == "openvino" and not fault.both_sides else frozenset[str]()
+        candidates = rows if affected and fault.is_passed else []  # without a faulty node nothing is passed on
         for node, slot, activations in candidates if fault.both_sides else reversed(candidates):
             passes = slot is not None or node.op in passing or (node.op in scaling and len(activations) == 1)
             before = [node.inputs[slot or 0]] if fault.both_sides else node.outputs
-            is_passed_on = passes and not tensors.isdisjoint(before)
-            if is_passed_on or (node.op in fault.operators and fault.matches(model, node)):
+            if node.index in affected or (passes and not tensors.isdisjoint(before)):
                 affected.add(node.index)
-                if fault.is_passed:
-                    tensors.update(node.outputs if fault.both_sides else activations)
+                tensors.update(node.outputs if fault.both_sides else activations)
         found[fault.id] = frozenset(affected)
     return found
