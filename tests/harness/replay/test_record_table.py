@@ -203,7 +203,7 @@ def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
     monkeypatch.setattr(InProcess, "sample", slower_at_the_end)
     study, observer = make_study(str(model), backend="simulated", params=PARAMS), Listening()
     alone = study.experiment.sampling.model_copy(update={"interleave": "never"})
-    study = replace(study, experiment=study.experiment.model_copy(update={"sampling": alone}))
+    study = study._replace(experiment=study.experiment.model_copy(update={"sampling": alone}))
     record(study, tmp_path / "t.parquet", 1, observer)
     pace = [text for text in observer.said if "the float model takes" in text]
     assert pace
