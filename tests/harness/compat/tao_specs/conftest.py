@@ -34,7 +34,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def coco(tmp_path_factory):
-    """A folder as COCO has it: train2017, val2017, annotations."""
+    """A folder laid out as that of COCO: train2017, val2017, annotations."""
     root = tmp_path_factory.mktemp("data") / "coco"
     (root / "annotations").mkdir(parents=True)
     for part, name, count in (("calibration", "train2017", 8), ("evaluation", "val2017", 24)):

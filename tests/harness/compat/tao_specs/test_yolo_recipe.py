@@ -17,7 +17,7 @@ RECIPE = ROOT / "experiments/yolo11_recipe.yaml"
 
 
 def command_line() -> str:
-    """The command that changes the two paths, as the recipe's own text has it."""
+    """The command that changes the two paths, as in the recipe's own text."""
     line = next(line for line in RECIPE.read_text(encoding="utf-8").splitlines() if "sed -e" in line)
     return line.removeprefix("#").strip()
 

@@ -155,7 +155,7 @@ def test_submission_requires_named_searchers_and_a_manifest(tmp_path):
 
 
 def seal(folder: Path, submission: dict[str, Any]) -> None:
-    """Write a submission with checksum and manifest, as anybody can."""
+    """Write a submission with checksum and manifest, which needs no key."""
     (folder / "submission.json").write_text(add_checksum(json.dumps(submission)) + "\n")
     files = describe_files(folder, [folder / "submission.json", folder / "walks.parquet"])
     write_json(folder / "manifest.json", {"complete": True, "tasks": {}, "files": files})

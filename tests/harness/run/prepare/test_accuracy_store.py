@@ -180,7 +180,7 @@ def said_at_the_start(folder, scoring, value):
 
 def test_float_model_with_zero_score_gives_a_warning(tmp_path):
     params = {"preprocess": {"use": "tf_imagenet", "params": {}}, "decode": "yolox", "input_shape": (1, 3, 8, 8)}
-    for _ in range(2):  # when the run goes on, it is said again
+    for _ in range(2):  # a continued run reports it again
         (said,) = said_at_the_start(tmp_path, scoring(params=params), 0.0)
         assert said.startswith("net-openvino-int8: the float model itself has top1 0.0000, so no drop from there says")
         for part in (

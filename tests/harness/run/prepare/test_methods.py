@@ -232,14 +232,12 @@ def test_external_searcher_is_journalled_and_resumed(folder, capsys):
     capsys.readouterr()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
     assert "net-scales-int8: nothing is left to do" in capsys.readouterr().err
-    assert (folder / "told.txt").read_text() == before, (
-        "a task that is through does not ask its external searchers again"
-    )
+    assert (folder / "told.txt").read_text() == before, "a finished task does not ask its external searchers again"
     (task / "confirmation.jsonl.gz").unlink()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
     assert first_line(task / "confirmation.jsonl")
     assert journal(task, "peer-0") == entries
-    assert (folder / "told.txt").read_text() == 2 * before, "a resumed external searcher is told the same again"
+    assert (folder / "told.txt").read_text() == 2 * before, "a resumed external searcher receives the same again"
 
 
 def test_external_searcher_failing_in_tell_or_exit_ends_alone(folder, capsys):

@@ -1,4 +1,4 @@
-"""What can be wrong with models, data and evaluators is said before anything runs; what is only odd, too."""
+"""Mistakes in models, data and evaluators are reported before anything runs, and so are doubts."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder):
     with pytest.raises(UserError, match=r"net\.onnx: QuantizeLinear '.*' shows that this model is already quantized"):
         check_models(both)
     (folder / "net.onnx").write_bytes(b"hello")
-    assert checked(folder) == (), "a run goes on with what else there is"
+    assert checked(folder) == (), "a run continues with the rest"
     with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: "):
         checked(folder, top1())
     with pytest.raises(UserError, match=r"models\.0 \(model 'net'\): net\.onnx: not an ONNX file"):
@@ -291,7 +291,7 @@ def test_searcher_without_ask_or_tell_is_refused(folder, body, missing, monkeypa
 
 
 def test_missing_class_error_names_module_file(folder):
-    """What is installed comes before what lies beside the experiment."""
+    """Installed modules come before modules next to the experiment."""
     with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
         check_experiment(models(folder, searchers=["colorsys:Mine"]))
 

@@ -118,7 +118,7 @@ def test_pareto_score_has_latency_and_loss_or_is_infeasible():
 @pytest.mark.parametrize(("value", "over"), [(0.75, 0.0), (0.7499, 0.0001), (0.76, 0.0), (0.8, 0.0)])
 def test_violation_tolerates_round_off(value, over):
     goal = Goal(metric="top1", reference=0.76, max_drop=0.01)
-    assert 0.76 - 0.75 > 0.01, "as floating point has it"
+    assert 0.76 - 0.75 > 0.01, "in floating point"
     assert goal.violation({"top1": value}) == pytest.approx(over)
     assert is_feasible(score(goal, 1.0, top1=value)) == (over == 0.0)
 

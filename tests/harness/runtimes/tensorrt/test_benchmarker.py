@@ -466,7 +466,7 @@ inputs: where pairs round, a step up or down goes through all that follows. A wr
 @pytest.mark.parametrize("name", ["resnet18", "yolox_nano"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
 def test_real_engines_build_run_and_evaluate(name, kind, tmp_path):
-    """Builds, times, evaluates and inspects; FP8 if the GPU has it."""
+    """Builds, times, evaluates and inspects; FP8 if the GPU computes it."""
     assets = os.environ.get("QDQ_ASSETS", "")
     if name == "yolox_nano" and not assets:
         pytest.skip("QDQ_ASSETS is not set")
