@@ -207,7 +207,7 @@ class ComparisonLayout:
         if self.silent and self.parts.keys() <= set(self.silent):
             said.append(f"fidelity is undefined: every output is constant on all inputs ({format_names(self.silent)})")
         elif self.silent:
-            said.append(f"fidelity leaves out what is the same all over, on all inputs: {format_names(self.silent)}")
+            said.append(f"fidelity leaves out outputs that are constant on all inputs: {format_names(self.silent)}")
         if self.untyped:
             said.append(f"fidelity does not compare outputs of whole numbers and others: {format_names(self.untyped)}")
         cut = []

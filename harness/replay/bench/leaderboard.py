@@ -312,8 +312,8 @@ def draw_leaderboard(board: Leaderboard, path: Path) -> None:
         difference = next(iter(board.ranks.values())).critical_difference
         if difference is not None:
             ranks.errorbar(1 + difference / 2, len(names), xerr=difference / 2, color="black", capsize=3)
-            beside = 1 + difference, len(names)
-            ranks.annotate("critical difference", beside, xytext=(5, -3), textcoords="offset points")
+            end_of_bar = 1 + difference, len(names)
+            ranks.annotate("critical difference", end_of_bar, xytext=(5, -3), textcoords="offset points")
         ranks.set_yticks(range(len(names)), names[::-1])
         ranks.set(xlabel="mean rank over blocks, 1 is the best", ylim=(-1, len(names) + 1))
         ranks.grid(alpha=0.25)

@@ -43,7 +43,7 @@ FP8_TYPES = frozenset((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2))
 FLOAT_TYPE_NAMES = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16"}
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
 CAST_METADATA_KEY = "qdq_bench.cast_to"
-"""Metadata of a cast file, and of what is inserted into it: where all weights are INT8, nothing else would tell."""
+"""Metadata of a cast file and of Q/DQ files made from it; where all weights are INT8, no type shows the cast."""
 Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
 CachePolicy = Literal["cold", "shared", "frozen"]
 STRONG_TYPING_ONLY_MAJOR = 11

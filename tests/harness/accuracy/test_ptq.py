@@ -285,7 +285,7 @@ serve_request({"fake": fake, "broken": broken}, sys.argv[1])
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Tools of a fake program in an environment of their own, which the tests' interpreter stands for."""
+    """A fake program as the tool, run by the interpreter of the tests in place of an environment of its own."""
     log = tmp_path / "log.json"
     programs = ptq._PROGRAMS
     (tmp_path / "tool_child.py").write_bytes((programs / "tool_child.py").read_bytes())

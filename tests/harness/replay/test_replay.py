@@ -292,7 +292,8 @@ def test_replayed_readings_are_recorded_samples(make_table):
 
 
 def test_drift_is_estimated_despite_random_order(make_table):
-    order = [1, *(i for i in np.random.default_rng(4).permutation(65).tolist() if i != 1)]  # first what is outside
+    # The placement outside of the subspace comes first.
+    order = [1, *(i for i in np.random.default_rng(4).permutation(65).tolist() if i != 1)]
     turn = itertools.count()
 
     def drifting(choices: tuple[int, ...]) -> Outcome:

@@ -78,8 +78,8 @@ def test_unconfirmed_placements_use_final_selection_speedup(folder, runs):
     assert results.tasks[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]
     assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
-    told = "\n".join(trace_lines(results, "tpe:reached 95%", "targets"))
-    assert "final_selection.jsonl: lucky has a speedup of 1.1429 over float" in told
+    traced = "\n".join(trace_lines(results, "tpe:reached 95%", "targets"))
+    assert "final_selection.jsonl: lucky has a speedup of 1.1429 over float" in traced
 
 
 def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):

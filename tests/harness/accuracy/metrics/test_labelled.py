@@ -452,7 +452,7 @@ def truth(i: int) -> np.ndarray:
 
 
 def answer(feeds: Any) -> np.ndarray:
-    """The image's own classes, but the lower half of what is not 0 is taken for 0."""
+    """The classes of the image, with 0 in the lower half of the pixels that are not 0."""
     mask = truth(int(feeds["x"][0, 0, 0, 0]))
     mask[4:] = 0
     return mask
@@ -530,7 +530,7 @@ def panoptic(masks):
 @pytest.mark.parametrize(
     ("classes", "found"),
     [
-        # What is nothing, and grass, is background: the last row of 8 pixels, found as 0, is right.
+        # Unlabelled pixels and grass are background, so the last row of 8 pixels, found as 0, is right.
         (["background", "cat", "dog"], [72 / 96, 16 / 28, 16 / 28]),
         # Without a class for the rest it counts for nothing.
         (["grass", "cat", "dog"], [16 / 40, 16 / 28, 16 / 28]),

@@ -147,7 +147,7 @@ def test_fp16_model_is_cast_once_and_written_files_are_built(tmp_path, monkeypat
     assert casts == ["f16"], "the float model, and no candidate"
     for name in ("baseline.onnx", "optimized_final.onnx"):
         path = out / name
-        assert digest_file(path) in read.values(), "what is delivered is what was confirmed"
+        assert digest_file(path) in read.values(), "the delivered file is the confirmed one"
     assert kept.session.task.model_file in read
     for path in {out / "optimized_final.onnx", *read} - {out / "unproved.onnx"}:
         proto = onnx.load(path)

@@ -31,7 +31,7 @@ ARITY = {
 
 
 def nodes(last: int) -> st.SearchStrategy[tuple[str, list[int], bool]]:
-    """A node that reads what is there, an omitted input (-1), a constant of rank 1 (-2) or an integer input (-3)."""
+    """A node that reads an earlier tensor, an omitted input (-1), a constant of rank 1 (-2) or an integer input (-3)."""
     return st.sampled_from(sorted(ARITY)).flatmap(
         lambda op: st.tuples(
             st.just(op), st.lists(st.integers(-3, last), min_size=ARITY[op], max_size=ARITY[op]), st.booleans()
@@ -370,7 +370,7 @@ def signature(model: Model) -> str:
 
 
 def kinds(model: Model, node: Node) -> list[str]:
-    """What is read at each input, as far as that is no matter of wiring: constants, kinds of types, nothing."""
+    """Kind of each input apart from its connection: constant, type of a tensor, omitted."""
     found = []
     for slot, name in enumerate(node.inputs):
         if name in model.constants:
