@@ -58,6 +58,19 @@ def test_among_ties_the_row_that_keeps_more_is_the_answer(folder, choices, pairs
     assert ("tie with all" in row["decision"]) == (chosen == "random")
 
 
+def test_ties_that_keep_the_same_end_with_the_fastest(folder):
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, LATENCY_MS | {"all": 3.99, "aa": 3.99})
+    rows = read_json(folder / TASK / "rows.json")
+    for row in rows["rows"]:
+        row["choices"], row["pairs"] = [1], 5
+    edit_json(folder / TASK / "rows.json", **rows)
+    edit_json(folder / TASK / "accuracy.json", **{"sha of all main": {"metrics": {"top1": 0.79}, "per_item": []}})
+    results = load(folder)
+    for main in (main_frame(results), main_frame(results)[::-1]):
+        assert best_row(results.tasks[0], main)["decision"] == "fastest, no bound on accuracy"
+
+
 @pytest.mark.parametrize(
     ("bound", "score", "bf16_ms", "answer", "named"),
     [

@@ -66,6 +66,14 @@ def test_the_layout_of_images_is_that_of_the_axis_with_three_channels(shape, lay
     assert prepare(np.zeros((9, 7, 3), np.uint8)).tensor.shape == shape[1:]
 
 
+def test_images_feed_an_input_with_the_channels_last():
+    image = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
+    shapes = (1, 3, 8, 6), (1, 8, 6, 3)
+    first, last = (image_preparer({"use": "torch_imagenet"}, "x", shape)[1](image).tensor for shape in shapes)
+    assert last.flags.c_contiguous
+    np.testing.assert_array_equal(last, first.transpose(1, 2, 0))
+
+
 def test_arrays_give_samples_in_the_batch_and_type_of_the_input(tmp_path):
     data = arrays(tmp_path, **{"a/b": np.arange(6.0).reshape(3, 2), "mask": np.arange(3, dtype=np.int32)})
     feeds = list(make_batches(data, None, {"a/b": PAIR, "mask": ("int64", ())}))

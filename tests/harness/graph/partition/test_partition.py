@@ -31,7 +31,7 @@ ARITY = {
 
 
 def nodes(last: int) -> st.SearchStrategy[tuple[str, list[int], bool]]:
-    """A node that reads an earlier tensor, an omitted input (-1), a constant of rank 1 (-2) or an integer input (-3)."""
+    """Strategy of a node whose inputs are earlier tensors, an omitted (-1), a constant (-2) or an integer one (-3)."""
     return st.sampled_from(sorted(ARITY)).flatmap(
         lambda op: st.tuples(
             st.just(op), st.lists(st.integers(-3, last), min_size=ARITY[op], max_size=ARITY[op]), st.booleans()

@@ -11,6 +11,8 @@ from stored import read_records, replace_text, write_records
 
 from harness.base.paths import hide_paths
 from harness.base.statistics import Interval
+from harness.report.frames import main_frame
+from harness.report.next_steps import describe_next_steps
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_report
@@ -94,6 +96,12 @@ def test_hostile_names_are_escaped(folder, browser):
     assert browser.run("document.querySelectorAll('script').length") == 5
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.errors == []
+
+
+def test_the_first_screen_has_remedies_without_a_file(folder):
+    text = page_of(folder).read_text().partition('<section id="answer">')[2].partition("</section>")[0]
+    steps = list(describe_next_steps(load(folder), main_frame(load(folder))))
+    assert (len(steps) > 0) == ("<li>" in text)
 
 
 def test_the_first_screen_has_file_commands_and_picture(with_models, browser):
