@@ -24,7 +24,7 @@ __all__ = ["WARM_PYTHON", "WarmPython", "warm_python", "warm_tools"]
 
 MODULES = {"modelopt": "modelopt.onnx.quantization", "nncf": "nncf"}
 SERVER = """
-import atexit, importlib, json, os, runpy, socket, sys, tempfile
+import atexit, contextlib, importlib, json, os, runpy, socket, sys, tempfile
 import harness.accuracy.tools.programs.ptq_child
 from harness.workers.process import die_with_parent
 
@@ -56,7 +56,8 @@ while True:
     connection, _ = listener.accept()
     text, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 3)
     request = json.loads(text)
-    importlib.import_module(request["module"])
+    with contextlib.suppress(ImportError):  # the program names the missing package
+        importlib.import_module(request["module"])
     child = os.fork()
     if not child:
         connection.sendall(bytes([run(request, descriptors)]))

@@ -58,7 +58,8 @@ def quantized(
 
 REAL_TOOLS = True  # where no fixture says otherwise
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
-FUNCTIONS = ["modelopt_ptq", "ort_static"]
+needs_modelopt = pytest.mark.skipif(find_spec("modelopt") is None, reason="ModelOpt is not installed")
+MODELOPT = pytest.param("modelopt_ptq", marks=needs_modelopt)
 BATCHES = list(random_feeds({"images": ("float", (1, 3, 16, 16))}, 3, 0))
 
 
@@ -90,7 +91,7 @@ def _run(path: Path) -> np.ndarray:
     return np.stack([run_onnxruntime(path, batch)[0] for batch in BATCHES])
 
 
-@pytest.mark.parametrize("tool", FUNCTIONS)
+@pytest.mark.parametrize("tool", [MODELOPT, "ort_static"])
 def test_the_model_has_qdq_runs_and_keeps_node_names(tool, model, made):
     quantized = onnx.load(made(tool))
     operators = Counter(node.op_type for node in quantized.graph.node)
@@ -122,6 +123,7 @@ def test_ort_static_follows_the_dialect(model, tmp_path, dialect, zero_points, b
     assert max(np.abs(values.astype(int)).max() for values in stored if values.dtype == np.int8) == largest
 
 
+@needs_modelopt
 def test_modelopt_ptq_is_deterministic_without_side_effects(model, made, tmp_path, monkeypatch, capfd):
     """Nothing is printed, or left in the working folder, next to the model or next to the result."""
     before, registry = made("ort_static").read_bytes(), dict(QDQRegistry)
@@ -141,6 +143,7 @@ def test_modelopt_ptq_is_deterministic_without_side_effects(model, made, tmp_pat
     assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["q.onnx"]
 
 
+@needs_modelopt
 @pytest.mark.usefixtures("warm_tools")
 def test_modelopt_quantizes_to_fp8(model, tmp_path):
     path = quantized("modelopt_ptq", model, tmp_path / "q.onnx", "tensorrt", precision="fp8")
@@ -224,6 +227,7 @@ def test_tool_crash_is_reported_with_its_exit_code(model, tmp_path, monkeypatch)
         quantized("ort_static", model, tmp_path / "q.onnx")
 
 
+@needs_modelopt
 @pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize("method", ["minmax", "max", "entropy"])
 def test_ranges_equal_modelopts(model, tmp_path, monkeypatch, method):
@@ -242,7 +246,10 @@ def test_ranges_equal_modelopts(model, tmp_path, monkeypatch, method):
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(
     ("tool", "name", "shapes"),
-    [("modelopt_ptq", "yolox_nano", {}), ("ort_static", "deit_tiny_patch16_224", {"input": "1x3x224x224"})],
+    [
+        pytest.param("modelopt_ptq", "yolox_nano", {}, marks=needs_modelopt),
+        ("ort_static", "deit_tiny_patch16_224", {"input": "1x3x224x224"}),
+    ],
 )
 def test_node_names_of_real_models_survive(tool, name, shapes, tmp_path):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
